@@ -69,7 +69,7 @@ def data(tmp_path_factory) -> PreparedData:
 
 @pytest.fixture
 def config() -> TuneConfig:
-    return TuneConfig(batch_size=256, network=NETWORK, epochs=4)
+    return TuneConfig(batch_size=256, network=NETWORK, base={}, epochs=4)
 
 
 def auc_of(config, epoch: int) -> float:

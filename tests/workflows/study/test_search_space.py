@@ -30,12 +30,16 @@ class Drawn:
         self.params[name] = min(max(value, low), high)
         return self.params[name]
 
+    def suggest_int(self, name, low, high, *, log):
+        self.params[name] = min(low + int(next(self.shares) * (high - low + 1)), high)
+        return self.params[name]
+
     def suggest_categorical(self, name, choices):
         self.params[name] = choices[min(int(next(self.shares) * len(choices)), len(choices) - 1)]
         return self.params[name]
 
 
-@given(st.lists(st.floats(0, 1), min_size=10, max_size=10))
+@given(st.lists(st.floats(0, 1), min_size=11, max_size=11))
 def test_points_and_parameters_round_trip(shares):
     point = SPACE.suggest(Drawn(shares))
     assert point.hyperparameters.batch_size == 4096
@@ -45,7 +49,7 @@ def test_points_and_parameters_round_trip(shares):
 @pytest.mark.parametrize("rule", SCALING_RULES)
 @pytest.mark.parametrize("batch_size", [1024, 131_072])
 def test_every_rule_is_in_the_space(rule, batch_size):
-    config = TuneConfig(batch_size=batch_size)
+    config = TuneConfig(batch_size=batch_size, base={})
     predicted = scale(recipe(rule), to=batch_size, rule=rule)
     point = config.rules[rule]
     assert rule in config.starts[point]
@@ -88,19 +92,21 @@ def test_what_cannot_be_searched(changes, message):
 
 def test_updates_and_rates_of_the_starting_points():
     with pytest.raises(UserError, match="one of exact, lazy to be searched. Received: .*deferred"):
-        TuneConfig(batch_size=4096, update="deferred")
+        TuneConfig(batch_size=4096, update="deferred", base={})
     with pytest.raises(UserError, match="rates must be one of constant, falling"):
-        TuneConfig(rates="rising")
-    config = TuneConfig(batch_size=4096, rates="falling")
-    assert {point.rates for point in config.queue} == {"falling"}
-    assert config.queue == config.starts
+        TuneConfig(rates="rising", base={})
+    config = TuneConfig(batch_size=4096, rates="falling", base={})
+    assert {point.rates for point in config.starts} == {"falling"}
+    *rules, a, b, c = config.queue
+    assert rules == list(config.starts)
+    assert [a, b, c] == config.portfolio[:3]
     assert TuneConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
 
 
 def test_epochs_beyond_the_end_of_a_schedule_are_refused():
     """The learning rate would be 0 there."""
-    config = TuneConfig(batch_size=4096, epochs=7)
-    found = config.train_config(list(config.queue)[-1])
+    config = TuneConfig(batch_size=4096, epochs=7, base={})
+    found = config.train_config(Point(config.rules["sqrt"].hyperparameters, "exact", "falling", 7))
     assert dataclasses.replace(found, epochs=5).epochs == 5
     with pytest.raises(UserError, match="fall to 0 in 7 epochs, and 8 epochs"):
         dataclasses.replace(found, epochs=8)
@@ -109,16 +115,35 @@ def test_epochs_beyond_the_end_of_a_schedule_are_refused():
 
 def test_falling_rates_fall_over_all_epochs():
     """As in the trial, also if fewer epochs were best."""
-    config = TuneConfig(batch_size=4096, epochs=7)
-    *rules, falling = config.queue
-    assert rules == list(config.starts)
+    config = TuneConfig(batch_size=4096, epochs=7, base={})
+    falling = list(config.queue)[len(config.starts)]
     assert config.queue[falling] == []
-    assert falling == Point(config.rules["sqrt"].hyperparameters, rates="falling")
+    assert falling == Point(config.rules["sqrt"].hyperparameters, "exact", "falling", 7)
     schedule = {"name": "linear", "to": 0.0, "epochs": 7.0}
     for train in (config.train_config(falling), config.train_config(falling, epochs=3)):
         assert train.dense_schedule == train.embedding_schedule == schedule
     assert config.train_config(config.rules["sqrt"]).dense_schedule is None
     assert Point.from_dict(falling.to_dict()) == falling
+    fewer = dataclasses.replace(falling, max_epochs=2)
+    assert config.train_config(fewer).epochs == 2
+    assert config.train_config(fewer).dense_schedule == {**schedule, "epochs": 2.0}
+
+
+def test_without_a_base_the_portfolio_comes_first():
+    config = TuneConfig(batch_size=4096, epochs=3)
+    assert not config.rules
+    assert list(config.queue) == config.portfolio
+    assert 6 <= len(config.portfolio) <= 8
+    for point in config.portfolio:
+        assert point.hyperparameters.batch_size == 4096
+        assert point.max_epochs <= 3
+        assert config.space.point(config.space.params(point)) == point
+        config.train_config(point)
+
+
+def test_values_at_the_edge_are_named():
+    hp = Hyperparameters(batch_size=4096, dense_lr=1e-3, embedding_lr=0.099, l2=0.0, clip=None)
+    assert SPACE.at_the_edge(Point(hp.replace(init_stddev=1e-2))) == {"embedding_lr": 0.099}
 
 
 def test_the_base_is_scaled_by_every_rule():
@@ -126,6 +151,7 @@ def test_the_base_is_scaled_by_every_rule():
     config = TuneConfig(batch_size=4096, base=base, update="lazy")
     for rule, point in config.rules.items():
         assert point == Point(scale(base, to=4096, rule=rule), "lazy")
+    assert config.rules["sqrt"].max_epochs == config.epochs
     assert TuneConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
     config = TuneConfig(batch_size=2048, base={"batch_size": 512, "dense_lr": 2e-3})
     tuned = recipe("cowclip").replace(batch_size=512, dense_lr=2e-3)
@@ -135,7 +161,8 @@ def test_the_base_is_scaled_by_every_rule():
 
 
 def test_a_trial_trains_what_its_point_says():
-    config = TuneConfig(batch_size=4096, network={"model": "dcn", "cross_layers": 2}, epochs=7)
+    network = {"model": "dcn", "cross_layers": 2}
+    config = TuneConfig(batch_size=4096, network=network, epochs=7, base={})
     point = config.rules["sqrt"]
     train = config.train_config(point, epochs=3, seed=5)
     assert (train.rule, train.epochs, train.seed, train.update) == ("none", 3, 5, "exact")

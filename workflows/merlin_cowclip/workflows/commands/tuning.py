@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _OWN = ("batch_size", "epochs", "held_out", "seed", "deterministic")
 _BASE_OPTIONS = ("base_batch_size", "dense_lr", "embedding_lr", "l2")
-_SEARCH, _BASE = "The search", "The base, from which every rule predicts"
+_SEARCH, _BASE = "The search", "A base, from which every rule predicts"
 
 
 @click.command(cls=Command, example="tune data --out tune --batch-size 8K --trials 20")
@@ -73,6 +73,12 @@ _SEARCH, _BASE = "The search", "The base, from which every rule predicts"
     help="number of seeds to retrain the best with",
 )
 @option(
+    "--largest-batch",
+    is_flag=True,
+    group=_SEARCH,
+    help="then try a quarter, twice and four times the batch size; --budget does not count it",
+)
+@option(
     "--base",
     type=PATH,
     metavar="TUNE0",
@@ -86,8 +92,9 @@ def tune(data: Path, out: Path, **values: Any) -> None:
     """Search hyperparameters at a batch size itself.
 
     Learning rates, λ, clip and epochs, by rows held out of the training part; the test part is
-    never read. Starts from the prediction of every scaling rule. Run it again with the same TUNE
-    to resume it; several processes may share one TUNE.
+    never read. Starts from settings that were best on other data, or, with a base, from what every
+    scaling rule predicts. Run it again with the same TUNE to resume it; several processes may
+    share one TUNE.
     """
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
@@ -95,8 +102,9 @@ def tune(data: Path, out: Path, **values: Any) -> None:
     config, source = tune_config(out, values, opened)
     from merlin_cowclip.workflows.study.tune import tune
 
-    if source and not values["quiet"]:
-        print(f"Base: {source}", flush=True)
+    if not values["quiet"]:
+        none = "none, so the search starts from settings that were best on other data"
+        print(f"Base: {source or none}", flush=True)
     tuned = tune(
         opened,
         config,
@@ -108,6 +116,12 @@ def tune(data: Path, out: Path, **values: Any) -> None:
         progress=not values["quiet"],
     )
     print(tuned.tables())
+    if values["largest_batch"]:
+        from merlin_cowclip.workflows.study.largest_batch import largest_batch, largest_batch_table
+
+        progress = not values["quiet"]
+        rows = largest_batch(opened, tuned, seeds=values["seeds"], progress=progress)
+        print(f"\n{largest_batch_table(rows)}")
     places = shlex.quote(str(data)), shlex.quote(str(out))
     print(f"\nmerlin-cowclip train {places[0]} --tuned {places[1]} --out RUN")
 
@@ -135,7 +149,7 @@ def tune_config(
         raise UserError(
             "tune needs --batch-size, at which the values are searched. Received: none. Name it"
         )
-    elif not source:
+    elif base:
         values["base"], source = default_base(data, base.get("batch_size", K), base)
     values |= given({name: options[name] for name in _OWN})
     network = given({name: options[name] for name in NETWORK})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.plugins._checks import make_plain
@@ -20,6 +22,9 @@ NETWORK = ("model", *OPTIONS)
 """The keys of `TrainConfig` that say which network is trained."""
 
 _FALLS = {"name": "linear", "to": 0.0}
+# First the one that a small budget should not leave out.
+_RULES = tuple(sorted(SCALING_RULES, key=lambda name: name != "cowclip"))
+_WITH_RULES = 3  # of the portfolio, after what a base's rules predict
 
 
 def network_of(found: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,9 +55,12 @@ class TuneConfig:
         base that another tune found, its own.
       base: values tuned at ``base["batch_size"]`` (1024 if it is not named), by `Hyperparameters`'
         names; what is left out is each rule's recipe. Or what another tune found, its
-        `Tuned.train_config()`, which brings its network, update and rates along.
-      update: "exact" or "lazy", of the starting points; both are searched.
-      rates: "constant" or "falling", of the starting points; both are searched.
+        `Tuned.train_config()`, which brings its network, update, rates and epochs along. Without
+        a base no rule is tried.
+      try_rules: which rules predict points from the base, in this order.
+      update: "exact" or "lazy", of the rules' points; both are searched.
+      rates: "constant" or "falling", of the rules' points; both are searched.
+      rule_epochs: how many the rules' points are trained, or `None` for the most.
       epochs: the most that a trial trains.
       held_out: share of the training rows by which trials are measured, and which they do not
         train on.
@@ -67,8 +75,10 @@ class TuneConfig:
     batch_size: int = 1024
     network: Mapping[str, Any] = field(default_factory=dict)
     base: Mapping[str, Any] | Hyperparameters | TrainConfig | None = None
+    try_rules: Sequence[str] = _RULES
     update: str = "exact"
     rates: str = "constant"
+    rule_epochs: int | None = None
     epochs: int = 10
     held_out: float = 0.1
     seed: int = 1234
@@ -79,30 +89,31 @@ class TuneConfig:
         refuse_unknown("network", self.network, NETWORK)
         if not 0 < self.held_out < 1:
             raise UserError(f"held_out must be between 0 and 1. Received: {self.held_out!r}")
-        own: dict[str, Any] = {}
+        own: dict[str, Any] = {"try_rules": list(self.try_rules)}  # as JSON has it
         if isinstance(self.base, TrainConfig):
-            own = _brought(self.base, self.network)
+            own |= _brought(self.base, self.network)
         elif isinstance(self.base, Hyperparameters):
-            own = {"base": self.base.to_dict()}
+            own["base"] = self.base.to_dict()
         for name, value in own.items():
             object.__setattr__(self, name, value)
         try:
             _ = self.space
         except ValueError as error:
             raise UserError(str(error)) from None
-        options = self.train_config(self.rules["none"]).to_dict()
+        options = self.train_config(next(iter(self.queue))).to_dict()
         object.__setattr__(self, "network", {name: options[name] for name in NETWORK})
 
     @functools.cached_property
     def rules(self) -> dict[str, Point]:
         """By rule the point that it predicts from the base, as `train --rule` would take it."""
+        if self.base is None:
+            return {}
         assert not isinstance(self.base, TrainConfig)  # which it is given as
-        base = base_fields(self.base or {})
-        points = {}
-        # First the rule that a small budget should not leave out.
-        for rule in sorted(SCALING_RULES, key=lambda name: name != "cowclip"):
+        base = base_fields(self.base)
+        points, epochs = {}, min(self.rule_epochs or self.epochs, self.epochs)
+        for rule in self.try_rules:
             config = TrainConfig.from_dict({**self._shared(), "rule": rule, **base})
-            points[rule] = Point(config.hyperparameters, self.update, self.rates)
+            points[rule] = Point(config.hyperparameters, self.update, self.rates, epochs)
         return points
 
     @functools.cached_property
@@ -115,18 +126,41 @@ class TuneConfig:
 
     @functools.cached_property
     def queue(self) -> dict[Point, list[str]]:
-        """What is tried first: the starting points, and √-scaling's with rates that fall.
+        """What is tried first: the rules' points, or what was best elsewhere, or some of both.
 
-        No rule of the paper's has such rates; on most logs that we have tried they were best.
+        With a base, √-scaling's point with rates that fall and the first three of the portfolio
+        follow the rules': no rule of the paper's has such rates, which are best on most logs.
         """
-        queue = dict(self.starts)
-        queue.setdefault(dataclasses.replace(self.rules["sqrt"], rates="falling"), [])
+        queue, portfolio = dict(self.starts), self.portfolio
+        if self.rules:
+            portfolio = portfolio[:_WITH_RULES]
+        if "sqrt" in self.rules:
+            queue.setdefault(dataclasses.replace(self.rules["sqrt"], rates="falling"), [])
+        for point in portfolio:
+            queue.setdefault(point, [])
         return queue
+
+    @functools.cached_property
+    def portfolio(self) -> list[Point]:
+        """Points that were best at a large batch on data of other kinds; the first cover most.
+
+        `benchmarks/portfolio.py` found them.
+        """
+        text = Path(__file__).with_name("portfolio.json").read_text(encoding="utf-8")
+        points = [Point.from_dict(one) for one in json.loads(text)]
+        return [
+            dataclasses.replace(
+                one,
+                hyperparameters=one.hyperparameters.replace(batch_size=self.batch_size),
+                max_epochs=min(one.max_epochs, self.epochs),
+            )
+            for one in points
+        ]
 
     @functools.cached_property
     def space(self) -> SearchSpace:
         """What is searched, with every starting point in it."""
-        return SearchSpace(self.batch_size, self.rules.values())
+        return SearchSpace(self.batch_size, self.queue, self.epochs)
 
     def train_config(
         self, point: Point, *, epochs: int | None = None, seed: int | None = None
@@ -135,15 +169,15 @@ class TuneConfig:
 
         Args:
           point: in the space.
-          epochs: `None` for the most.
+          epochs: `None` for the point's.
           seed: `None` for the tune's own.
         """
         own = {**self._shared(), "rule": "none", **base_fields(point.hyperparameters)}
         own["update"] = point.update
-        own |= {} if epochs is None else {"epochs": epochs}
+        own["epochs"] = point.max_epochs if epochs is None else epochs
         own |= {} if seed is None else {"seed": seed}
         if point.rates == "falling":  # as in a trial, however many epochs are trained
-            falls = {**_FALLS, "epochs": float(self.epochs)}
+            falls = {**_FALLS, "epochs": float(point.max_epochs)}
             own |= {"dense_schedule": falls, "embedding_schedule": falls}
         return TrainConfig.from_dict(own)
 
@@ -185,4 +219,5 @@ def _brought(found: TrainConfig, network: Mapping[str, Any]) -> dict[str, Any]:
         "base": found.hyperparameters.to_dict(),
         "update": found.update,
         "rates": "falling" if falls else "constant",
+        "rule_epochs": int(dense["epochs"] or found.epochs) if dense and falls else found.epochs,
     }

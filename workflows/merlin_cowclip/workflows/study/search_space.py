@@ -1,12 +1,13 @@
 """What is searched: points of values for one batch size, and how they become parameters and back.
 
-Pure Python: it knows neither TensorFlow nor Optuna, whose trials it asks by `suggest_float` and
-`suggest_categorical`.
+Pure Python: it knows neither TensorFlow nor Optuna, whose trials it asks by `suggest_float`,
+`suggest_int` and `suggest_categorical`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,12 @@ CHOICES: Mapping[str, tuple[str, str]] = {
     "rates": ("constant", "falling"),
 }
 _RANGES: Mapping[str, tuple[float, float]] = {
-    "dense_lr": (1e-5, 1e-1),
-    "embedding_lr": (1e-5, 1e-1),
-    "l2": (1e-9, 1e-2),
-    "init_stddev": (1e-5, 1e-1),
-    "clip_ratio": (1e-4, 1e1),
-    "clip_floor": (1e-8, 1e-2),
+    "dense_lr": (1e-4, 3e-2),
+    "embedding_lr": (1e-4, 1e-1),
+    "l2": (1e-8, 1e-2),
+    "init_stddev": (1e-4, 1e-1),
+    "clip_ratio": (1e-3, 1e1),
+    "clip_floor": (1e-6, 1e-2),
     "warmup_epochs": (0.0, 2.0),
 }
 _MAY_BE_ZERO = ("l2", "clip_floor")  # a tenth below their range stands for 0
@@ -39,11 +40,13 @@ class Point:
       hyperparameters: without a clip, or with CowClip's.
       update: "exact" or "lazy".
       rates: "constant", or "falling": both learning rates, in a straight line over all epochs to 0.
+      max_epochs: how many are trained, but for those after the best.
     """
 
     hyperparameters: Hyperparameters
     update: str = "exact"
     rates: str = "constant"
+    max_epochs: int = 10
 
     def __post_init__(self) -> None:
         hp = self.hyperparameters
@@ -58,7 +61,8 @@ class Point:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Point:
         """What `to_dict` gave; other keys are left out."""
-        return cls(Hyperparameters(**values["hyperparameters"]), values["update"], values["rates"])
+        rest = {name: values[name] for name in ("update", "rates", "max_epochs")}
+        return cls(Hyperparameters(**values["hyperparameters"]), **rest)
 
 
 class SearchSpace:
@@ -66,15 +70,16 @@ class SearchSpace:
 
     All numbers but the warm-up's are searched logarithmically. λ and ζ may be 0, for which a tenth
     below their least value stands. r and ζ are parameters of points with a clip alone. Ranges grow
-    to hold the starting points.
+    to hold the starting points; `epochs` is the most of all.
 
     Raises:
       ValueError: a starting point cannot be searched: another clip than CowClip's, a σ of 0,
         deferred updates, or other rates.
     """
 
-    def __init__(self, batch_size: int, starts: Iterable[Point] = ()) -> None:
+    def __init__(self, batch_size: int, starts: Iterable[Point] = (), epochs: int = 10) -> None:
         self.batch_size = batch_size
+        self.epochs = epochs
         points = [self._chosen(point) for point in starts]
         self.ranges: dict[str, tuple[float, float]] = {}
         """Name → the least and the greatest value; of λ and ζ the least that is not 0."""
@@ -102,7 +107,9 @@ class SearchSpace:
         names = [n for n in self.ranges if values["clip"] != "none" or n not in _OF_CLIP]
         for name in _MAY_BE_ZERO:
             values[name] = values[name] or _zero(self.ranges[name])
-        return {name: values[name] for name in (*names, *CHOICES)}
+        return {name: values[name] for name in (*names, *CHOICES)} | {
+            "max_epochs": point.max_epochs
+        }
 
     def point(self, params: Mapping[str, Any]) -> Point:
         """The point of some parameters."""
@@ -112,7 +119,17 @@ class SearchSpace:
                 values[name] = 0.0
         clip = None if params["clip"] == "none" else params["clip"]
         hp = Hyperparameters(batch_size=self.batch_size, clip=clip, **values)
-        return Point(hp, params["update"], params["rates"])
+        return Point(hp, params["update"], params["rates"], params["max_epochs"])
+
+    def at_the_edge(self, point: Point) -> dict[str, float]:
+        """The numbers of a point within a twentieth of an end of their range, by name."""
+        found = {}
+        for name, value in self.params(point).items():
+            if name in self.ranges and name != "warmup_epochs" and value >= self.ranges[name][0]:
+                low, high = map(math.log, self.ranges[name])
+                if not 0.05 < (math.log(value) - low) / (high - low) < 0.95:
+                    found[name] = value
+        return found
 
     def suggest(self, trial: Any) -> Point:
         """The point that a trial of Optuna's is to try."""
@@ -124,6 +141,7 @@ class SearchSpace:
                 continue
             least = _zero((low, high)) if name in _MAY_BE_ZERO else low
             params[name] = trial.suggest_float(name, least, high, log=name != "warmup_epochs")
+        params["max_epochs"] = trial.suggest_int("max_epochs", 1, self.epochs, log=True)
         return self.point(params)
 
 

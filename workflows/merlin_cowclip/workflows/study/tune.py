@@ -68,7 +68,6 @@ with quiet_imports():
     from merlin_cowclip.workflows.training.trainer import Trainer
 
 DATABASE = "study.db"
-PATIENCE = 2  # epochs without a better AUC, after which a trial ends
 FINALISTS = 3  # the best of the search, of which one may be so by chance
 _HEARTBEAT, _GRACE = 10, 60  # seconds; a trial without a heartbeat for so long is tried again
 _RETRIES = 2
@@ -94,13 +93,14 @@ def tune(
     command: str = "",
     progress: bool = True,
 ) -> Tuned:
-    """Search values for one batch size, from every scaling rule's prediction on.
+    """Search values for one batch size, from settings of other data sets on, or from a base.
 
     Trials train on the training part without some rows, and are measured on those after each
-    epoch; the best epoch counts. The test part is not read. What every rule predicts from the base
-    is tried first, and to its end, so that what is found is no worse than any. At the end the
-    three best of all and what the rules predict are trained again from other seeds, and the one
-    with the best mean is the result: the first of many is first by chance as well.
+    epoch; the best epoch counts. The test part is not read. Without a base the portfolio comes
+    first: settings that were best at large batches of other data sets. With a base what every rule
+    predicts from it is tried first, and to its end, so that what is found is no worse than any. At
+    the end the three best of all and the best rule's are trained again from other seeds, and the
+    one with the best mean is the result: the first of many is first by chance as well.
 
     Call it again with the same `out` to resume it. Several processes may share one folder; each may
     then make one trial more.
@@ -112,7 +112,7 @@ def tune(
         trials: how many in all, no fewer than the rules' points.
         seeds: how often the best are trained again.
         budget: minutes that it may take, about; then fewer trials, and where the time does not
-            suffice only the best of all and the best rule are trained again.
+            suffice only the best of all and the best rule's are trained again.
         command: what searches the same again, for the result.
         progress: whether to show bars and a line per trial.
 
@@ -238,7 +238,7 @@ def _begin(
     """Make the folder: the rows, the studies, the record."""
     check_input_names(data.spec)
     refuse_existing(out)
-    first = config.train_config(next(iter(config.starts)))
+    first = config.train_config(next(iter(config.queue)))
     check_trainable(data, first)
     try:
         network(first, data.schema)
@@ -270,7 +270,7 @@ class _Tuning:
 
     def __post_init__(self) -> None:
         self.rows = PreparedData.open(self.out / ROWS)
-        pruner = optuna.pruners.PercentilePruner(75.0, n_startup_trials=5, n_warmup_steps=1)
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=0)
         storage = _storage(self.out)
         self.study = optuna.load_study(study_name="tune", storage=storage, pruner=pruner)
         self.trainers = Trainers(self.rows)
@@ -380,17 +380,17 @@ class _Tuning:
         trial.report(aucs[-1], len(aucs))
         if not trial.user_attrs.get("rules") and trial.should_prune():  # a rule's never is
             return _PRUNED
-        is_over = len(aucs) - _best(aucs) >= PATIENCE and len(aucs) < config.epochs
-        return f"no better for {PATIENCE} epochs" if is_over else None
+        is_over = _best(aucs) < len(aucs) < config.epochs
+        return "no better than before" if is_over else None
 
     # Repeats
 
     def _to_repeat(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
-        """By number, in turn: the best of all and the best rule's, and with those all others."""
+        """By number: the best of all and the best rule's, or the second; with those, all finalists."""
         ranked = sorted((t for t in self.tried() if t["epochs"]), key=lambda t: -t["auc"])
         of_rules = [one for one in ranked if one["rules"]]
-        must = {one["number"]: one for one in (*ranked[:1], *of_rules[:1])}
-        return must, must | {one["number"]: one for one in (*ranked[:FINALISTS], *of_rules)}
+        must = {one["number"]: one for one in (*ranked[:1], *(of_rules or ranked[1:])[:1])}
+        return must, must | {one["number"]: one for one in ranked[:FINALISTS]}
 
     def repeat(self) -> None:
         """Train the best, and what the rules predict, from other seeds."""
@@ -469,6 +469,10 @@ class _Tuning:
             "data": str(self.data.path.resolve()),
             "rows": self.rows.rows,
             "config": self.config.to_dict(),
+            "at_the_edge": self.config.space.at_the_edge(Point.from_dict(best)),
+            "epoch_seconds": statistics.median(
+                epoch["seconds"] for one in tried for epoch in one["epochs"]
+            ),
             "winner": best["number"],
             "table": [_row(what, one, repeats[one["number"]], own) for what, one in lines],
             "not_tried": [rule for rule in self.config.rules if rule not in done],
@@ -525,7 +529,7 @@ def _row(
         "difference_deviation": its_deviation,
         "search_auc": tried["auc"],
         "epochs": tried["best_epoch"],
-        **{key: tried[key] for key in ("hyperparameters", "update", "rates")},
+        **{key: tried[key] for key in ("hyperparameters", "update", "rates", "max_epochs")},
     }
 
 

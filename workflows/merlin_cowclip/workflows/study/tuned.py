@@ -17,7 +17,7 @@ from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import columns_of, identity_of
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 RECORD = "tune.json"  # of what is tuned; without it there is no tune
 ROWS = "rows"
 TUNED = "tuned.json"
@@ -169,6 +169,13 @@ class Tuned:
         ]
         if table[0]["diverged"]:
             lines.append("All that were trained again diverged: search lower learning rates.")
+        if edge := self.result["at_the_edge"]:
+            values = ", ".join(f"{name} {value:.3g}" for name, value in edge.items())
+            lines.append(f"At the edge of what is searched: {values}.")
+        epoch = self.result["epoch_seconds"]
+        lines.append(
+            f"It took the time of {self.result['seconds'] / epoch:.0f} epochs of {epoch:.1f} s."
+        )
         if names := ", ".join(self.result["not_tried"]):
             lines.append(f"Not tried, as the trials or the time were over: {names}.")
         return "\n".join(lines)

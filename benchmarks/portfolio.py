@@ -1,0 +1,233 @@
+"""How the settings that `tune` begins with were chosen: `study/portfolio.json` of the package.
+
+On each of some data sets values are searched at a large batch, the best of each are tried on all
+others, and those are chosen, one after the other, that lower the loss in AUC to the best known
+value most, on average over the data sets:
+
+    python benchmarks/portfolio.py logs FOLDER       # synthetic logs of five shapes, to prepare
+    python benchmarks/portfolio.py measure RECORD NAME DATA --batch-size 4096   # each data set:
+    python benchmarks/portfolio.py measure …         # search; and again: those of the others
+    python benchmarks/portfolio.py choose RECORD     # the leave-one-out table, and the portfolio
+
+`benchmarks/records/portfolio.json` is the record that we chose by. "Leave one out": chosen by the
+other data sets, without any point that was found on this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import pandas as pd
+
+from merlin_cowclip.plugins import Hyperparameters
+from merlin_cowclip.plugins._text import format_table
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.errors import NotFiniteError
+from merlin_cowclip.workflows.study.configuration import TuneConfig
+from merlin_cowclip.workflows.study.held_out import hold_out
+from merlin_cowclip.workflows.study.search_space import Point
+from merlin_cowclip.workflows.study.tune import Trainers, epochs_of
+from merlin_cowclip.workflows.training.stopping import Stopping
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "few_fields": {"rows": 550_000, "sizes": [20_000] * 3, "tail": 1.1, "clicks": 0.5},
+    "many_fields": {"rows": 170_000, "sizes": [(20, 3_000)] * 40, "tail": 1.0, "clicks": 0.2},
+    "rare_clicks": {"rows": 600_000, "sizes": [(100, 10_000)] * 12, "tail": 1.2, "clicks": 0.02},
+    "long_tail": {"rows": 450_000, "sizes": [50_000] * 8, "tail": 0.8, "clicks": 0.3},
+    "dense_ids": {"rows": 800_000, "sizes": [200] * 8, "tail": 0.5, "clicks": 0.4},
+}
+"""Ids of each field, or between which numbers they are drawn."""
+WORST = 0.03  # a loss in AUC that is as bad as any greater one
+SIZE = 7  # of the portfolio
+
+
+def log(rows: int, sizes: Sequence[Any], tail: float, clicks: float, seed: int) -> pd.DataFrame:
+    """Fields of power-law ids, with effects of single ids and of pairs."""
+    random = np.random.default_rng(seed)
+    columns, single, total, own = {}, np.zeros(rows), np.zeros((rows, 2)), np.zeros(rows)
+    for number, size in enumerate(sizes):
+        if not isinstance(size, int):
+            size = int(np.exp(random.uniform(*np.log(size))))
+        share = (np.arange(size) + 3.0) ** -tail
+        share /= share.sum()
+        ids = np.searchsorted(np.cumsum(share), random.random(rows)).clip(0, size - 1)
+        single += random.normal(size=size)[ids]
+        vectors = random.normal(size=(size, 2))
+        hidden = (vectors - share @ vectors)[ids]
+        columns[f"f{number}"] = ids
+        total += hidden
+        own += (hidden**2).sum(1)
+    pairs = ((total**2).sum(1) - own) / 2
+    effect = single / single.std() + 0.7 * pairs / pairs.std()
+    effect = effect / effect.std() * 1.3
+    low, high = -20.0, 20.0
+    for _ in range(50):
+        bias = (low + high) / 2
+        too_few = (1 / (1 + np.exp(-(effect + bias)))).mean() < clicks
+        low, high = (bias, high) if too_few else (low, bias)
+    clicked = random.random(rows) < 1 / (1 + np.exp(-(effect + bias)))
+    return pd.DataFrame({"y": clicked.astype(int), **columns})
+
+
+def write_logs(folder: Path) -> None:
+    """A parquet file and a TOML spec of each shape."""
+    folder.mkdir(parents=True)
+    for seed, (name, shape) in enumerate(SHAPES.items(), 1):
+        frame = log(**shape, seed=seed)
+        frame.to_parquet(folder / f"{name}.parquet", index=False)
+        fields = json.dumps(list(frame.columns[1:]))
+        (folder / f"{name}.toml").write_text(
+            f'name = "{name}"\nformat = "parquet"\nlabel = "y"\ncategorical = {fields}\n'
+            '[split]\nkind = "random"\ntest = 0.1\n'
+        )
+
+
+def measure(record: dict[str, Any], name: str, data: Path, options: argparse.Namespace) -> None:
+    """Try the record's points on a data set, then search, and add the best."""
+    config = TuneConfig(options.batch_size, {"mlp": (128, 128, 128)}, epochs=options.epochs)
+    of_data = record.setdefault(name, {"batch_size": config.batch_size, "tried": []})
+    tried = of_data["tried"]
+    study = optuna.create_study(
+        direction="maximize", sampler=optuna.samplers.TPESampler(seed=7, multivariate=True)
+    )
+    with tempfile.TemporaryDirectory() as folder, Stopping() as stopping:
+        source = PreparedData.open(data)
+        rows = hold_out(source, options.held_out, 1, Path(folder) / "rows", progress=False)
+        trainers = Trainers(rows)
+
+        def run(point: Point, found_on: str) -> float:
+            aucs = []
+            try:
+                given = config.train_config(point), stopping
+                for epoch in epochs_of(rows, *given, trainers=trainers):
+                    aucs.append(epoch["auc"])
+                    if aucs[-1] < max(aucs) - 0.002:
+                        break
+            except NotFiniteError:
+                pass
+            tried.append({"point": point.to_dict(), "found_on": found_on, "aucs": aucs})
+            print(name, found_on, f"{max(aucs, default=0):.4f}", point, flush=True)
+            return max(aucs, default=0.5)
+
+        for found_on, best in candidates(record):
+            point = at(best, config.batch_size, config.epochs)
+            if point.to_dict() not in [one["point"] for one in tried]:
+                run(point, found_on)
+        missing = options.trials - sum(one["found_on"] == name for one in tried)
+        study.optimize(lambda trial: run(config.space.suggest(trial), name), max(missing, 0))
+
+
+def at(point: Point, batch_size: int, epochs: int) -> Point:
+    """The same values at another batch size."""
+    hyperparameters = point.hyperparameters.replace(batch_size=batch_size)
+    most = min(point.max_epochs, epochs)
+    return dataclasses.replace(point, hyperparameters=hyperparameters, max_epochs=most)
+
+
+def candidates(record: Mapping[str, Any]) -> list[tuple[str, Point]]:
+    """The best two points that were found on each data set."""
+    found = []
+    for name, of_data in record.items():
+        own = [one for one in of_data["tried"] if one["found_on"] == name and one["aucs"]]
+        best = sorted(own, key=lambda one: -max(one["aucs"]))[:2]
+        found += [(name, Point.from_dict(one["point"])) for one in best]
+    return found
+
+
+def losses(record: Mapping[str, Any]) -> tuple[list[tuple[str, Point]], np.ndarray]:
+    """The candidates, and what each loses to the best known AUC of each data set: data × points."""
+    points = candidates(record)
+    loss = np.full((len(record), len(points)), WORST)
+    for row, of_data in zip(loss, record.values(), strict=True):
+        best = max(max(one["aucs"], default=0) for one in of_data["tried"])
+        known = {json.dumps(_values(one["point"])): one for one in of_data["tried"]}
+        for column, (_, point) in enumerate(points):
+            one = known.get(json.dumps(_values(point.to_dict())))
+            if one is not None and one["aucs"]:
+                row[column] = min(best - max(one["aucs"]), WORST)
+    return points, loss
+
+
+def _values(point: Mapping[str, Any]) -> dict[str, Any]:
+    """A point without its batch size and epochs."""
+    own = {k: v for k, v in point["hyperparameters"].items() if k != "batch_size"}
+    return {**own, "update": point["update"], "rates": point["rates"]}
+
+
+def choose(loss: np.ndarray, allowed: np.ndarray) -> list[int]:
+    """Numbers of points: each lowers the mean of the least losses so far most."""
+    chosen: list[int] = []
+    least = np.full(len(loss), WORST)
+    for _ in range(min(SIZE, allowed.sum())):
+        means = np.minimum(least[:, None], loss).mean(axis=0)
+        means[~allowed] = np.inf
+        means[chosen] = np.inf
+        chosen.append(int(means.argmin()))
+        least = np.minimum(least, loss[:, chosen[-1]])
+    return chosen
+
+
+def leave_one_out(record: Mapping[str, Any]) -> str:
+    """What is lost on each data set after 1, 3 and all points chosen by the others."""
+    points, loss = losses(record)
+    found_on = np.array([name for name, _ in points])
+    lines = []
+    for number, (name, of_data) in enumerate(record.items()):
+        best = max(max(one["aucs"], default=0) for one in of_data["tried"])
+        chosen = choose(np.delete(loss, number, axis=0), found_on != name)
+        after = [best - loss[number, chosen[:k]].min() for k in (1, 3, SIZE)]
+        lines.append((name, *(f"{100 * auc:.2f}" for auc in (*after, best))))
+    return format_table(("data", "after 1", "after 3", f"after {SIZE}", "best known"), lines)
+
+
+def main() -> None:
+    """One of the three commands."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("logs").add_argument("folder", type=Path)
+    one = commands.add_parser("measure")
+    one.add_argument("record", type=Path)
+    one.add_argument("name")
+    one.add_argument("data", type=Path)
+    one.add_argument("--batch-size", type=int, required=True)
+    one.add_argument("--epochs", type=int, default=6)
+    one.add_argument("--held-out", type=float, default=0.1)
+    one.add_argument("--trials", type=int, default=24)
+    commands.add_parser("choose").add_argument("record", type=Path)
+    options = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    if options.command == "logs":
+        write_logs(options.folder)
+        return
+    record = json.loads(options.record.read_text()) if options.record.exists() else {}
+    if options.command == "measure":
+        measure(record, options.name, options.data, options)
+        options.record.write_text(json.dumps(record, indent=1) + "\n")
+        return
+    print(leave_one_out(record))
+    points, loss = losses(record)
+    chosen = choose(loss, np.full(len(points), True))
+    print(json.dumps([described(*points[number]) for number in chosen], indent=1))
+
+
+def described(found_on: str, point: Point) -> dict[str, Any]:
+    """A point as the package has it: two digits are enough."""
+    own, defaults = point.hyperparameters.to_dict(), Hyperparameters(clip=None).to_dict()
+    values = {
+        name: float(f"{value:.2g}") if isinstance(value, float) else value
+        for name, value in own.items()
+        if name != "batch_size" and value != defaults[name]
+    }
+    return {"found_on": found_on, **point.to_dict(), "hyperparameters": {"clip": None, **values}}
+
+
+if __name__ == "__main__":
+    main()
