@@ -8,15 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from merlin_cowclip.workflows.data.frequencies import (
-    SUMMARY,
-    TABLE,
-    Frequencies,
-    few_middle_most,
-)
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.pages import Cell, Section, Table, write_page
 from merlin_cowclip.workflows.study.paper import EPOCHS, cited, is_of_the_paper, printed
@@ -32,7 +25,6 @@ from merlin_cowclip.workflows.study.studies import (
 )
 from merlin_cowclip.workflows.study.sweep import (
     DIVERGED,
-    FREQUENCIES,
     RECORD,
     RUNS,
     STUDIES_,
@@ -49,7 +41,6 @@ MIN_SEEDS = 3
 """Of each cell: with fewer there is no verdict."""
 CRITEO_ROWS = 41_256_555
 """Of the training part: nine tenths of the 45,840,617 rows of Criteo Kaggle's `train.txt`."""
-_POINTS = 60  # of a line, at ranks that are as far apart on a logarithmic axis
 _PAPER_KEYS = {AUC.key: "auc", LOG_LOSS.key: "log_loss", MINUTES.key: "minutes"}
 
 
@@ -79,10 +70,6 @@ def report(
         if not (out / STUDIES_ / f"{name}.json").exists():
             continue
         record = read_record(out, name)
-        if name == FREQUENCIES:
-            if (out / FREQUENCIES).exists():  # else the sweep was ended before all was counted
-                sections.append(_occurrences(out, record["command"]))
-            continue
         found = outcomes(out, name, record)
         configs += [result["config"] for o in found for result in o.finished.values()]
         if any(outcome.results for outcome in found):
@@ -374,38 +361,3 @@ def _costs(found: Sequence[Outcome], rows: int, times: float, price: float | Non
     ]
     data = "Criteo" if rows == CRITEO_ROWS else f"{rows:,} rows"
     return Table([Cell(f"an epoch of {data}", small="estimated"), *columns], lines)
-
-
-def _occurrences(out: Path, command: str) -> Section:
-    """How often ids occur (Figure 3, left)."""
-    found = Frequencies.open(out / FREQUENCIES)
-    fields = found.summary.dropna(subset="field").set_index("field")["ids"].to_dict()
-    ranks = np.geomspace(1, max(fields.values()), _POINTS).round().astype(int)
-    wanted = [("rank", "in", set(ranks.tolist()))]
-    table = pd.read_parquet(out / FREQUENCIES / TABLE, filters=wanted)
-    lines = {
-        name: points(table[table["field"] == name], "rank", "count")
-        for name in few_middle_most(fields)
-    }
-    y = f"occurrences in {found.rows:,} rows"
-    plot = line_plot(lines, "rank of the id", y, logarithmic=True, logarithmic_x=True)
-    rows, sizes = found.lines(), found.batch_sizes
-    known = [(share, size) for share, size in zip(rows[-1][4:], sizes, strict=True) if share != "-"]
-    rare = [f"rare at {size:,}, %" for size in sizes]
-    files = [[Cell(name, f"{FREQUENCIES}/{name}")] for name in (SUMMARY, TABLE)]
-    verdict = "All batches are larger than the data."
-    if known:
-        share, size = known[-1]
-        verdict = f"{share} % of all ids occur less than once in a batch of {size:,}."
-    study = STUDIES[FREQUENCIES]
-    section = Section(FREQUENCIES, study.title, study.paper, "counted", verdict, command=command)
-    section.tables = [
-        Table(["field", "ids", "top 3, %", "ids for 90 %", *rare], rows),
-        Table(["all of it"], files, words=True),
-    ]
-    section.notes = [
-        "Top 3: the share of a field's occurrences that its three most frequent ids have. Ids for "
-        "90 %: how many of the most frequent ids have that share. Rare: P(id) < 1/batch size."
-    ]
-    section.plots = [("how often ids occur, by rank", plot)]
-    return section

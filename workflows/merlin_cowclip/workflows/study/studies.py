@@ -359,11 +359,6 @@ def _learning_rate(setting: Setting) -> Iterator[Cell]:
                 yield Cell(f"{rule}, η x {factor:g}", f"{batch_size:,}", setting.at(moved))
 
 
-def _frequencies(setting: Setting) -> Iterator[Cell]:
-    """Nothing is trained, so of a setting it has the batch sizes alone."""
-    return iter(())
-
-
 _ALL = (
     Study(
         "scaling-rules",
@@ -413,7 +408,6 @@ _ALL = (
         _learning_rate,
         "rule, factor",
     ),
-    Study("frequencies", "How often ids occur", "Figure 3, left", _frequencies, "field"),
 )
 STUDIES: Mapping[str, Study] = {study.name: study for study in _ALL}
-"""The studies, by name; that of frequencies is of the data alone, and trains nothing."""
+"""The studies, by name. Figure 3, left, is the command `frequencies`."""

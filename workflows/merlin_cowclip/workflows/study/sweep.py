@@ -18,12 +18,11 @@ from typing import Any
 
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.data.frequencies import frequencies
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import Stopped, UserError
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_pattern, remove, write_json
+from merlin_cowclip.workflows.folders import all_or_nothing, refuse_pattern, write_json
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.studies import (
@@ -41,7 +40,7 @@ from merlin_cowclip.workflows.training.one_at_a_time import alone_in
 from merlin_cowclip.workflows.training.runs import RESULT, columns_of, identity_of
 
 FORMAT_VERSION = 1
-RECORD, STUDIES_, RUNS, FREQUENCIES = "sweep.json", "studies", "runs", "frequencies"
+RECORD, STUDIES_, RUNS = "sweep.json", "studies", "runs"
 _TOP_IDS = 3
 
 
@@ -99,7 +98,7 @@ def sweep(
 
     Args:
       study: from `STUDIES`.
-      data: the prepared folder, with a test part if anything is trained.
+      data: the prepared folder, with a test part.
       out: the folder of the runs, of this study and of others on the same data; made if need be.
       setting: what the runs have in common; they are trained in float32.
       jobs: runs trained at a time, a process each.
@@ -114,8 +113,7 @@ def sweep(
     out = Path(out)
     check_whole("jobs", jobs, 1)
     cells = list(study.cells(setting))
-    if cells:
-        _check(data, cells)
+    _check(data, cells)
     _open(out, data)
     record = {**_record(study, setting, cells), "command": command}
     places = {FULL: data.path, TOP: out / TOP}
@@ -125,11 +123,6 @@ def sweep(
         for folder in (STUDIES_, RUNS):
             (out / folder).mkdir(exist_ok=True)
         write_json(out / STUDIES_ / f"{study.name}.json", record)
-        if not cells:  # counted anew: the batch sizes may be others
-            remove(out / FREQUENCIES)
-            sizes = setting.batch_sizes
-            counted = frequencies(data, out / FREQUENCIES, batch_sizes=sizes, progress=progress)
-            return counted.table()
     tasks: dict[str, Task] = {}
     for cell in cells:
         for seed in setting.seeds:
