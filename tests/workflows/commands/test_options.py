@@ -16,7 +16,6 @@ from merlin_cowclip.workflows.commands.studying import _setting
 from merlin_cowclip.workflows.commands.training import train_config
 from merlin_cowclip.workflows.commands.tuning import tune_config
 from merlin_cowclip.workflows.errors import Notice, UserError
-from merlin_cowclip.workflows.study.studies import STUDIES
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
 from merlin_cowclip.workflows.training.keeping import Keeping
 
@@ -162,7 +161,7 @@ def test_the_papers_values_are_the_base_of_tune_and_sweep(tmp_path):
         assert source.endswith(" at batch size 1,024; l2 as given")
         assert source.startswith("the paper's values for avazu") == (values is not None)
         options = params("sweep curves data --out s --batch-sizes 1K,8K")
-        setting, source = _setting(STUDIES["curves"], options, data)
+        setting, source = _setting(options, data)
         assert setting.tuned("cowclip") == (values or recipe("cowclip"))
         assert setting.tuned("linear").dense_lr == 1e-4
         assert "at batch size 1,024, not tuned for this data. Give --dense-lr" in source

@@ -33,7 +33,7 @@ def swept(
     for name in names:
         study, epochs = STUDIES[name], 1 if name == "time" else setting.config.get("epochs", 10)
         own = dataclasses.replace(setting, config={**setting.config, "epochs": epochs})
-        record = {**sweep._record(study, own, list(study.cells(own))), "command": "again"}
+        record = {**sweep._record(own, list(study.cells(own))), "command": "again"}
         (out / "studies" / f"{name}.json").write_text(json.dumps(record))
         for cell in record["cells"]:
             for run in cell["runs"].values():

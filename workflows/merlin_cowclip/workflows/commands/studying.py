@@ -26,11 +26,11 @@ from merlin_cowclip.workflows.commands.tuning import default_base, found_by
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import NETWORK
 from merlin_cowclip.workflows.study.studies import (
+    NETWORKS,
     SEEDS,
     STUDIES,
     VALUES,
     Setting,
-    Study,
     batch_sizes,
 )
 from merlin_cowclip.workflows.training.configuration import TrainConfig
@@ -85,10 +85,12 @@ def sweep(study: str, data: Path, out: Path, **values: Any) -> None:
     """Train all runs of a study, and print its table."""
     if values["tuned"] and study != "scaling-rules":
         raise UserError(f"--tuned is for the study scaling-rules. Received: {study}. Leave it out")
+    if values["model"] and study in ("networks", "time"):
+        raise UserError(f"{study} trains {', '.join(NETWORKS)}. Received: --model. Leave it out")
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
     opened = PreparedData.open(data)
-    setting, source = _setting(STUDIES[study], values, opened)
+    setting, source = _setting(values, opened)
     from merlin_cowclip.workflows.study.sweep import sweep
 
     table = sweep(
@@ -104,7 +106,7 @@ def sweep(study: str, data: Path, out: Path, **values: Any) -> None:
     print(table)
 
 
-def _setting(study: Study, values: Mapping[str, Any], data: PreparedData) -> tuple[Setting, str]:
+def _setting(values: Mapping[str, Any], data: PreparedData) -> tuple[Setting, str]:
     """What the options say, and where its base comes from."""
     options = given({name: values[name] for name in _OPTIONS})
     numbers = given({name: values[name] for name in VALUES})
@@ -116,8 +118,10 @@ def _setting(study: Study, values: Mapping[str, Any], data: PreparedData) -> tup
         "found": [found_by(path, data) for path in values["tuned"]],
     }
     if tuned is not None:
-        networks = study.networks
-        return Setting.of_tune(tuned, sizes, numbers, options, networks=networks, **own), ""
+        source = f"values of {values['base']}"
+        if numbers:
+            source += f"; {', '.join(numbers)} as given"
+        return Setting.of_tune(tuned, sizes, numbers, options, **own), source
     found, source = default_base(data, sizes[0], numbers)
     if not numbers:
         source += (
