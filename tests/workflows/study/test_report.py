@@ -29,11 +29,12 @@ def swept(
     random = np.random.default_rng(0)
     for folder in ("studies", "runs"):
         (out / folder).mkdir(parents=True)
-    (out / "sweep.json").write_text(json.dumps({"format": 1, "data": "/data", "data_sha256": "x"}))
+    data = {"format": 1, "data": "/data", "data_sha256": "x", "dataset": dataset, "rows": rows}
+    (out / "sweep.json").write_text(json.dumps(data))
     for name in names:
         study, epochs = STUDIES[name], 1 if name == "time" else setting.config.get("epochs", 10)
         own = dataclasses.replace(setting, config={**setting.config, "epochs": epochs})
-        record = {**sweep._record(own, list(study.cells(own))), "command": "again"}
+        record = sweep._record(own, list(study.cells(own))) | {"base": "me", "command": "again"}
         (out / "studies" / f"{name}.json").write_text(json.dumps(record))
         for cell in record["cells"]:
             for run in cell["runs"].values():
@@ -166,7 +167,6 @@ def test_norms_are_those_of_figure_4(out):
         ("networks", r"\| dcn_v2 \|.* \| 80.78 \| 80.87 \| 80.98 \|"),
         ("ablation", r"\| linear scale on dense \|.* \| diverged \|"),
         ("time", r"\| deepfm \|.* \| 768 \| 102 \|"),
-        ("time", r"\| Hotline cited by the paper \|  \|  \| 53 \|  \|"),
     ],
 )
 def test_numbers_of_the_paper(page, study, numbers):
@@ -222,6 +222,15 @@ def test_no_verdict_without_steps_and_seeds(tmp_path, study, options, why):
     text = read(swept(tmp_path / "out", [study], **options))
     assert re.search(f'class="doubt">No verdict: .*{why}', text)
     assert 'class="verdict"' not in text
+
+
+def test_the_base_and_what_of_it_was_not_tuned(tmp_path):
+    setting = dataclasses.replace(SETTING, values={"embedding_lr": 3e-3, "l2": 0.0}, seeds=(1,))
+    text = read(swept(tmp_path / "out", ["curves"], setting))
+    assert (
+        "The base, at batch size 1,024: embedding_lr 0.003, l2 0. Not tuned, but each rule's "
+        "default: dense_lr 0.0001 (cowclip: 0.0008), clip_ratio 1, clip_floor 3.162e-05. From: me."
+    ) in text
 
 
 def test_runs_that_are_missing_or_diverged(tmp_path):

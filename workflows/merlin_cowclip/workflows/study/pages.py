@@ -13,20 +13,18 @@ from merlin_cowclip.workflows.errors import UserError
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table: its text, perhaps a link, and a second line.
+    """A cell of a table.
 
     Attributes:
       text: the first line.
-      address: what the text links to.
       small: the second line.
-      links: name and address of several runs, in the second line.
+      links: addresses of runs: of one, which the text links to, or of several, in the second line.
       kind: its CSS class: "paper" for a number that is not ours.
     """
 
     text: str
-    address: str = ""
     small: str = ""
-    links: Sequence[tuple[str, str]] = ()
+    links: Sequence[str] = ()
     kind: str = ""
 
 
