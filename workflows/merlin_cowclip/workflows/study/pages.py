@@ -33,11 +33,10 @@ Row = Sequence[str | Cell]
 
 @dataclass
 class Table:
-    """A table: its header (beneath it `groups` of columns, name and width) and its rows."""
+    """A table: its header and its rows."""
 
     header: Row
     rows: Sequence[Row]
-    groups: Sequence[tuple[str, int]] = ()
     words: bool = False  # text that may wrap, not numbers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -11,7 +12,6 @@ from typing import Any
 
 import pandas as pd
 
-from merlin_cowclip.plugins.scaling import recipe
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.pages import Cell, Section, Table, write_page
 from merlin_cowclip.workflows.study.paper import EPOCHS, is_of_the_paper, printed
@@ -36,6 +36,7 @@ from merlin_cowclip.workflows.study.sweep import (
     outcomes,
     read_record,
 )
+from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.logbook import METRICS
 from merlin_cowclip.workflows.training.runs import RESULT, Run
 
@@ -155,10 +156,9 @@ def _table(
     header = [
         Cell(quantity.name, small=f"by {STUDIES[name].rows} and batch size"),
         *(Cell(column, small=steps[column]) for column in columns),
-        *(Cell(column, kind="paper") for column in of_paper),
+        *(Cell(column, small="the paper", kind="paper") for column in of_paper),
     ]
-    groups = [("", 1), ("these data", len(columns)), ("the paper", len(of_paper))]
-    return Table(header, lines, groups if of_paper else ())
+    return Table(header, lines)
 
 
 def _cell(outcome: Outcome | None, quantity: Quantity) -> str | Cell:
@@ -236,18 +236,18 @@ def _beyond_chance(one: tuple[float, float], other: tuple[float, float]) -> str:
 
 def _base(record: Mapping[str, Any]) -> str:
     """The values at the base, and which of them are each rule's own."""
-    plain, ours = recipe("none"), recipe("cowclip")
-    known = [f"{name} {value:.4g}" for name, value in record["values"].items()]
-    defaults = []
-    for name in [name for name in VALUES if name not in record["values"]]:
-        defaults.append(f"{name} {getattr(plain, name):.4g}")
-        if getattr(plain, name) != getattr(ours, name):
-            defaults[-1] += f" (cowclip: {getattr(ours, name):.4g})"
-    told = f"The base, at batch size {record['batch_sizes'][0]:,}"
-    told += f": {', '.join(known)}." if known else " has no values of its own."
-    if defaults:
-        told += f" Not tuned, but each rule's default: {', '.join(defaults)}."
-    return told + f" From: {record['base']}." * bool(record["base"])
+    values = record["values"]
+    known = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    defaults = "; ".join(
+        f"{of.name} {of.metadata['shown']}"
+        for of in dataclasses.fields(TrainConfig)
+        if of.name in VALUES and of.name not in values
+    )
+    return (
+        f"The base, at batch size {record['batch_sizes'][0]:,}: {known or 'no value of its own'}."
+        + f" Not tuned, but each rule's default: {defaults}." * bool(defaults)
+        + f" From: {record['base']}." * bool(record["base"])
+    )
 
 
 def _notes(found: Sequence[Outcome], data: Mapping[str, Any]) -> Iterator[str]:
