@@ -139,9 +139,8 @@ class TuneConfig:
           seed: `None` for the tune's own.
         """
         own = {**self._shared(), "rule": "none", **base_fields(point.hyperparameters)}
-        own["update"] = point.update
-        own |= {} if epochs is None else {"epochs": epochs}
-        own |= {} if seed is None else {"seed": seed}
+        own |= {"update": point.update, "epochs": self.epochs if epochs is None else epochs}
+        own |= {"seed": self.seed if seed is None else seed}
         if point.rates == "falling":  # as in a trial, however many epochs are trained
             falls = {**_FALLS, "epochs": float(self.epochs)}
             own |= {"dense_schedule": falls, "embedding_schedule": falls}
