@@ -32,6 +32,7 @@ from merlin_cowclip.workflows.study.studies import (
     VALUES,
     Setting,
     batch_sizes,
+    of_tune,
 )
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 
@@ -113,25 +114,28 @@ def _setting(values: Mapping[str, Any], data: PreparedData) -> tuple[Setting, st
     tuned = None if values["base"] is None else found_by(values["base"], data)
     base = K if tuned is None else tuned.batch_size
     sizes = values["batch_sizes"] or batch_sizes(base, data.rows["train"])
-    own: dict[str, Any] = {
-        "seeds": values["seeds"] or SEEDS,
-        "found": [found_by(path, data) for path in values["tuned"]],
-    }
-    if tuned is not None:
-        source = f"values of {values['base']}"
-        if numbers:
-            source += f"; {', '.join(numbers)} as given"
-        return Setting.of_tune(tuned, sizes, numbers, options, **own), source
-    found, source = default_base(data, sizes[0], numbers)
-    if not numbers:
-        source += (
-            ", not tuned for this data. Give --dense-lr, --embedding-lr and --l2, or --base TUNE0"
-        )
-    return Setting(sizes, {**found, **numbers}, options, **own), source
+    if tuned is None:
+        found, source = default_base(data, sizes[0], numbers)
+        if not numbers:
+            source += (
+                ", not tuned for this data. Give --dense-lr, --embedding-lr, --l2, or --base"
+            )
+    else:
+        found, options = of_tune(tuned, sizes[0], options)
+        source = "; ".join([f"values of {values['base']}", *(f"{n} as given" for n in numbers)])
+    tunes = [found_by(path, data) for path in values["tuned"]]
+    seeds = values["seeds"] or SEEDS
+    return Setting(sizes, {**found, **numbers}, options, seeds, tunes), source
 
 
 @click.command(cls=Command, example="report sweep")
-@argument("out", type=PATH, nargs=-1, required=True, metavar="SWEEP|RUN...")
+@argument(
+    "out",
+    type=click.Path(exists=True, path_type=Path),
+    nargs=-1,
+    required=True,
+    metavar="SWEEP|RUN...",
+)
 @option(
     "--price-per-hour",
     type=click.FloatRange(0, min_open=True),
@@ -150,11 +154,6 @@ def report(out: Sequence[Path], **values: Any) -> None:
     For a sweep, writes SWEEP/report.html: each study's table beside the paper's numbers,
     plots, and a verdict. For runs, writes report.html in the current folder.
     """
-    if missing := [path for path in out if not path.exists()]:
-        raise UserError(
-            f"a report is of a sweep's folder, or of runs. Received: {missing[0]}, which does not "
-            "exist. Name another"
-        )
     from merlin_cowclip.workflows.study.report import compare, report
     from merlin_cowclip.workflows.training.runs import CONFIG
 

@@ -80,28 +80,6 @@ class Setting:
         for config in self.found:
             network_of(config, TrainConfig(**self.config).to_dict())  # whose defaults count
 
-    @classmethod
-    def of_tune(
-        cls,
-        tuned: TrainConfig,
-        batch_sizes: Sequence[int],
-        values: Mapping[str, float],
-        config: Mapping[str, Any],
-        **others: Any,
-    ) -> Setting:
-        """The setting whose base is what a tune found, with its network, update and schedules.
-
-        `values` and `config` go before its own.
-        """
-        if batch_sizes[0] != tuned.batch_size:
-            raise UserError(
-                "the first of the batch sizes must be where the base was tuned. Received: "
-                f"{batch_sizes[0]:,}, and a base tuned at {tuned.batch_size:,}. Begin with that"
-            )
-        own = {name: getattr(tuned.hyperparameters, name) for name in VALUES}
-        config = {**_of_run(tuned), **network_of(tuned, config), **config}
-        return cls(batch_sizes, {**own, **values}, config, **others)
-
     @property
     def base(self) -> int:
         """The batch size where the values were tuned."""
@@ -120,6 +98,22 @@ class Setting:
         """A run with these values at their own batch size."""
         own = {**base_fields(values), "rule": "none", "batch_size": values.batch_size}
         return TrainConfig(**self.config, **own)
+
+
+def of_tune(
+    tuned: TrainConfig, batch_size: int, config: Mapping[str, Any]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """The values and config of a setting whose base, at `batch_size`, is what a tune found.
+
+    `config` goes before its update and schedules, and must be of its network.
+    """
+    if batch_size != tuned.batch_size:
+        raise UserError(
+            "the first of the batch sizes must be where the base was tuned. Received: "
+            f"{batch_size:,}, and a base tuned at {tuned.batch_size:,}. Begin with that"
+        )
+    values = {name: getattr(tuned.hyperparameters, name) for name in VALUES}
+    return values, {**_of_run(tuned), **network_of(tuned, config), **config}
 
 
 def _of_run(tuned: TrainConfig) -> dict[str, Any]:
