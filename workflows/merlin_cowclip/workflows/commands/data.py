@@ -18,6 +18,7 @@ from merlin_cowclip.workflows.commands.options import (
     SIZES,
     Command,
     argument,
+    given,
     option,
 )
 from merlin_cowclip.workflows.errors import UserError
@@ -175,8 +176,8 @@ def frequencies(
     from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 
     if top_k is not None:
-        for name, given in (("batch-sizes", batch_sizes), ("fields", fields)):
-            if given:
+        for name, value in (("batch-sizes", batch_sizes), ("fields", fields)):
+            if value:
                 raise UserError(f"--top-k excludes --{name}. Received: both. Leave one out")
         if out is None:
             raise UserError("--top-k needs --out, the folder to write. Received: none. Name one")
@@ -267,19 +268,15 @@ def _changed_spec(spec: DatasetSpec, values: Mapping[str, Any]) -> DatasetSpec:
     column = values["time_column"] or (spec.split.column if kind == "time" else None)
     test = spec.split.test if values["test"] is None else values["test"]
     split = dataclasses.replace(spec.split, kind=kind, test=test, column=column)
-    changes: dict[str, Any] = {"split": split}
-    for key in ("freq_threshold", "hash_buckets"):
-        given = values[key]
-        if isinstance(given, dict):  # the other fields keep theirs
-            before = getattr(spec, key)
+    names = ("freq_threshold", "hash_buckets", "non_finite")
+    changes = given({name: values[name] for name in names})
+    for name, value in changes.items():
+        if isinstance(value, dict):  # the other fields keep theirs
+            before = getattr(spec, name)
             if not isinstance(before, Mapping):
                 before = dict.fromkeys(spec.ids, before) if before > 1 else {}
-            given = {**before, **given}
-        if given is not None:
-            changes[key] = given
-    if values["non_finite"] is not None:
-        changes["non_finite"] = values["non_finite"]
-    return dataclasses.replace(spec, **changes)
+            changes[name] = {**before, **value}
+    return dataclasses.replace(spec, split=split, **changes)
 
 
 def _columns(data: PreparedData) -> str:

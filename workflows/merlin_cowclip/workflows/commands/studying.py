@@ -117,9 +117,7 @@ def _setting(values: Mapping[str, Any], data: PreparedData) -> tuple[Setting, st
     if tuned is None:
         found, source = default_base(data, sizes[0], numbers)
         if not numbers:
-            source += (
-                ", not tuned for this data. Give --dense-lr, --embedding-lr, --l2, or --base"
-            )
+            source += ", not tuned for this data. Give --dense-lr, --embedding-lr, --l2, or --base"
     else:
         found, options = of_tune(tuned, sizes[0], options)
         source = "; ".join([f"values of {values['base']}", *(f"{n} as given" for n in numbers)])
