@@ -110,9 +110,7 @@ def updates(loader: Loader, followed: list[Followed]) -> str:
         lines[f"{name} id, {one.count:,} rows"] = [
             (s, h, 0.0) for s, h in zip(SIZES, held, strict=True)
         ]
-    return line_plot(
-        lines, "batch size", "updates an epoch", logarithmic=True, logarithmic_x=True, markers=True
-    )
+    return line_plot(lines, "batch size", "updates an epoch", logarithmic=True, logarithmic_x=True)
 
 
 def clip(loader: Loader, followed: list[Followed], occurrences: dict[str, np.ndarray]) -> str:

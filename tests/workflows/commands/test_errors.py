@@ -97,7 +97,7 @@ REFUSED = {
     "train --resume RUN --mlp 8": "goes with DATA, --epochs, --max-minutes and --quiet alone",
     # tune
     "tune DATA --out OUT": "tune needs --batch-size … Name it",
-    f"{TUNE} --batch-size 64 --trials 2": "trials must be at least 6 … trials=2",
+    f"{TUNE} --batch-size 64 --l2 1e-5 --trials 2": "trials must be at least 6 … trials=2",
     f"{TUNE} --batch-size 64 --budget nan": "budget must be positive minutes … nan",
     f"{TUNE} --batch-size 64 --held-out 0.008": "held-out rows must have labels of 0 and of 1",
     f"{TUNE} --batch-size 141": "must not exceed the training rows … 141, 140 rows … smaller",
@@ -106,15 +106,15 @@ REFUSED = {
     f"{TUNE} --batch-size 64 --base NOWHERE --l2 1": "--base excludes the other … Leave one out",
     "tune DATA --batch-size 64 --quiet --out RUN": "a tune must be a folder with tune.json",
     # sweep, report
-    f"{SWEEP} 32,32": "batch_sizes must name something … [32, 32]",
+    f"{SWEEP} 32,32": "batch_sizes must rise … [32, 32]",
     f"{SWEEP} 32,141": "must not exceed the training rows … 141, 140 rows",
     f"{SWEEP} 32 --jobs 0": "jobs must be a whole number of at least 1",
     f"{SWEEP} 32 --tuned NOWHERE": "--tuned is for the study scaling-rules",
     f"{SWEEP} 32,64 --update deferred --clip-ratio 3e-5": "at batch size 64:  … at least 2 * l2",
     f"{SWEEP.replace('curves', 'time')} 32 --epochs 5": "time is of one epoch … epochs=5",
-    f"{SWEEP.replace('curves', 'networks')} 32 --model fm": "takes their options alone",
+    f"{SWEEP.replace('curves', 'networks')} 32 --model fm": "networks trains deepfm, … --model",
     "sweep curves DATA --out EMPTY --batch-sizes 32": "must not exist, or be of a sweep … EMPTY",
-    "report NOWHERE": "a report is of a sweep's folder … NOWHERE",
+    "report NOWHERE": "Path 'NOWHERE' does not exist",
     "report DATA --price-per-hour 0": "'--price-per-hour': 0.0 is not in the range",
     "report EMPTY": "a report is of a sweep's folder … Make one with 'merlin-cowclip sweep'",
     # evaluate, predict, export

@@ -16,7 +16,6 @@ from merlin_cowclip.workflows.commands.studying import _setting
 from merlin_cowclip.workflows.commands.training import train_config
 from merlin_cowclip.workflows.commands.tuning import tune_config
 from merlin_cowclip.workflows.errors import Notice, UserError
-from merlin_cowclip.workflows.study.studies import STUDIES
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
 from merlin_cowclip.workflows.training.keeping import Keeping
 
@@ -68,8 +67,8 @@ def test_a_batch_size_may_be_in_thousands():
     assert params("tune data --out t --batch-size 8K --base-batch-size 1k")["batch_size"] == 8 * K
     assert params("sweep curves data --out s --batch-sizes 1K,2048")["batch_sizes"] == [K, 2 * K]
     assert params("evaluate run --batch-size 2K")["batch_size"] == 2 * K
-    found = params("frequencies data --batch-sizes 1K,8K 128K --fields a b")
-    assert found["batch_sizes"] == ([K, 8 * K], [128 * K])
+    found = params("frequencies data --batch-sizes 1K,128K --fields a b")
+    assert found["batch_sizes"] == [K, 128 * K]
     assert found["fields"] == ("a", "b")
 
 
@@ -162,7 +161,7 @@ def test_the_papers_values_are_the_base_of_tune_and_sweep(tmp_path):
         assert source.endswith(" at batch size 1,024; l2 as given")
         assert source.startswith("the paper's values for avazu") == (values is not None)
         options = params("sweep curves data --out s --batch-sizes 1K,8K")
-        setting, source = _setting(STUDIES["curves"], options, data)
+        setting, source = _setting(options, data)
         assert setting.tuned("cowclip") == (values or recipe("cowclip"))
         assert setting.tuned("linear").dense_lr == 1e-4
         assert "at batch size 1,024, not tuned for this data. Give --dense-lr" in source

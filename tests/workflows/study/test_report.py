@@ -6,12 +6,10 @@ import dataclasses
 import html
 import json
 import re
-import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from merlin_cowclip.workflows.errors import UserError
@@ -21,22 +19,22 @@ from merlin_cowclip.workflows.study.studies import STUDIES, Setting
 
 SIZES = (1024, 8192)
 SETTING = Setting(SIZES, config={"epochs": 2}, seeds=(1, 2, 3))
-TRAINED = [name for name, study in STUDIES.items() if list(study.cells(Setting(SIZES)))]
 FULL = {"train": 41_256_555, "test": 4_584_062}
 
 
 def swept(
-    out: Path, names=TRAINED, setting=SETTING, dataset="criteo", rows=FULL, jobs: int = 1
+    out: Path, names=STUDIES, setting=SETTING, dataset="criteo", rows=FULL, jobs: int = 1
 ) -> Path:
     """A sweep's folder as if its runs had been trained; their AUCs are drawn."""
     random = np.random.default_rng(0)
     for folder in ("studies", "runs"):
         (out / folder).mkdir(parents=True)
-    (out / "sweep.json").write_text(json.dumps({"format": 1, "data": "/data", "data_sha256": "x"}))
+    data = {"format": 1, "data": "/data", "data_sha256": "x", "dataset": dataset, "rows": rows}
+    (out / "sweep.json").write_text(json.dumps(data))
     for name in names:
         study, epochs = STUDIES[name], 1 if name == "time" else setting.config.get("epochs", 10)
         own = dataclasses.replace(setting, config={**setting.config, "epochs": epochs})
-        record = {**sweep._record(study, own, list(study.cells(own))), "command": "again"}
+        record = sweep._record(own, list(study.cells(own))) | {"base": "me", "command": "again"}
         (out / "studies" / f"{name}.json").write_text(json.dumps(record))
         for cell in record["cells"]:
             for run in cell["runs"].values():
@@ -128,12 +126,12 @@ def test_the_page_needs_no_other_file(page):
     assert found.open == []
     assert not re.findall(r'(?:src|@import|url)\s*[=(]\s*["\']?(?:https?:)?//', page)
     assert not [link for link in found.links if "//" in link]
-    assert page.count("<svg") >= len(TRAINED)
+    assert page.count("<svg") >= len(STUDIES)
 
 
 def test_the_page_begins_with_a_summary_of_all_studies(page):
     text = as_text(page[: page.index("<h2")])
-    for name in TRAINED:
+    for name in STUDIES:
         assert f"| [{STUDIES[name].title}](#{name}) | {STUDIES[name].paper} | " in text
         assert f'<h2 id="{name}"' in page
     assert "<dt>date</dt>" in page
@@ -169,7 +167,6 @@ def test_norms_are_those_of_figure_4(out):
         ("networks", r"\| dcn_v2 \|.* \| 80.78 \| 80.87 \| 80.98 \|"),
         ("ablation", r"\| linear scale on dense \|.* \| diverged \|"),
         ("time", r"\| deepfm \|.* \| 768 \| 102 \|"),
-        ("time", r"\| Hotline cited by the paper \|  \|  \| 53 \|  \|"),
     ],
 )
 def test_numbers_of_the_paper(page, study, numbers):
@@ -227,6 +224,16 @@ def test_no_verdict_without_steps_and_seeds(tmp_path, study, options, why):
     assert 'class="verdict"' not in text
 
 
+def test_the_base_and_what_of_it_was_not_tuned(tmp_path):
+    setting = dataclasses.replace(SETTING, values={"embedding_lr": 3e-3, "l2": 0.0}, seeds=(1,))
+    text = read(swept(tmp_path / "out", ["curves"], setting))
+    assert (
+        "The base, at batch size 1,024: embedding_lr 0.003, l2 0. Not tuned, but each rule's "
+        "default: dense_lr 8e-4 with rule cowclip, else 1e-4; clip_ratio 1; clip_floor 3.162e-5. "
+        "From: me."
+    ) in text
+
+
 def test_runs_that_are_missing_or_diverged(tmp_path):
     out = swept(tmp_path / "out", ["curves"])
     runs = json.loads((out / "studies" / "curves.json").read_text())["cells"][1]["runs"]
@@ -265,28 +272,6 @@ def test_the_cost_of_an_epoch_of_criteo(tmp_path):
     assert re.search(rf"\| dcn, price \|.* \| \[{2.5 * minutes / 60:.2f}\]\(runs", text)
     text = read(out, rows=2 * FULL["train"])
     assert re.search(rf"\| dcn, minutes \|.* \| \[{2 * minutes:.1f}\]\(runs", text)
-
-
-def test_how_often_ids_occur(data, tmp_path, monkeypatch):
-    """Counted without a test part, and again at other batch sizes."""
-    out, study = tmp_path / "out", STUDIES["frequencies"]
-    sweep.sweep(study, data, out, Setting((64,)), progress=False)
-    monkeypatch.setattr(type(data), "test_files", [])
-    table = sweep.sweep(study, data, out, Setting((64, 512)), progress=False)
-    assert "all fields" in table
-    page = Page(report(out).read_text())
-    links = {link for link in page.links if link[0] != "#"}
-    assert links == {"frequencies/summary.parquet", "frequencies/frequencies.parquet"}
-    assert all((out / link).exists() for link in links)
-    text = as_text((out / "report.html").read_text())
-    rows = pd.concat([pd.read_parquet(path) for path in data.train_files])
-    counts = rows["user"].value_counts()
-    rare = 100 * (counts < len(rows) / 512).mean()
-    assert re.search(rf"\| user \| {len(counts)} \|.* {rare:.1f} \|\n", text)
-    assert "less than once in a batch of 512." in text
-    shutil.rmtree(out / "frequencies")
-    with pytest.raises(UserError, match="a report needs runs that ended"):
-        report(out)
 
 
 def test_rules_have_the_same_color_everywhere():

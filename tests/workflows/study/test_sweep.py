@@ -103,11 +103,17 @@ def test_other_data_are_refused(swept, data, tmp_path):
 
 
 def test_each_run_has_a_line(data, tmp_path, capsys):
-    sweep(CURVES, data, tmp_path / "out", dataclasses.replace(SETTING, seeds=(1,)))
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith("Warning: at batch size 512 an epoch has only 3 steps.")
+    command = ["sweep", "curves", str(data.path), "--out", str(tmp_path / "out"), *OPTIONS]
+    assert main([*command, "--seeds", "1"]) == 0
+    base, few, *lines = capsys.readouterr().out.splitlines()
+    assert base.endswith("at batch size 128; dense_lr, embedding_lr as given")
+    assert few.startswith("Warning: at batch size 512 an epoch has only 3 steps.")
     assert re.fullmatch(r"\[1/2\] cowclip, batch 128, seed 1: AUC 0\.\d{4} \(\d+ s\)", lines[0])
     assert lines[1].startswith("[2/2] cowclip, batch 512, seed 1: AUC ")
+    record = json.loads((tmp_path / "out" / "studies" / "curves.json").read_text())
+    assert f"Base: {record['base']}" == base
+    assert record["values"] == {"dense_lr": 1e-2, "embedding_lr": 1e-2}
+    assert record["command"].startswith("merlin-cowclip")
 
 
 def test_an_interrupted_sweep_keeps_its_runs(data, tmp_path, monkeypatch):

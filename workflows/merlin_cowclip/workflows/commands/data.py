@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from merlin_cowclip.workflows.commands.options import (
     SIZES,
     Command,
     argument,
+    given,
     option,
 )
 from merlin_cowclip.workflows.errors import UserError
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.spec import DatasetSpec
 
 SHOWN_FIELDS = 5  # those with the most ids
-_OWN = "Override the data set's specification"
+_of_spec = functools.partial(option, group="Override the data set's specification")
 
 
 @click.command(cls=Command, example="prepare criteo train.txt.gz --out data --freq-threshold 10")
@@ -55,35 +57,29 @@ _OWN = "Override the data set's specification"
     metavar="RUN|DATA",
     help="encode LOGs with the vocabulary and ranges of a run or prepared folder; name no data set",
 )
-@option(
+@_of_spec(
     "--split",
     metavar="random|sequential|time",
-    group=_OWN,
     help="test split: random rows, the last rows, or the latest rows by time",
 )
-@option(
-    "--test", type=float, metavar="SHARE", group=_OWN, help="share of the rows in the test split"
-)
-@option(
+@_of_spec("--test", type=float, metavar="SHARE", help="share of the rows in the test split")
+@_of_spec(
     "--time-column",
     metavar="COLUMN",
-    group=_OWN,
     help="with --split time: column of numbers, or of text that sorts by time",
 )
-@option(
+@_of_spec(
     "--freq-threshold",
     type=COUNTS,
-    group=_OWN,
     help="ids with a lower count in the training split are unknown",
 )
-@option(
+@_of_spec(
     "--hash-buckets",
     type=COUNTS,
-    group=_OWN,
     help="embedding rows that unknown ids share by hash",
     shown="1",
 )
-@option("--non-finite", metavar="refuse|missing", group=_OWN, help="what to do with inf and NaN")
+@_of_spec("--non-finite", metavar="refuse|missing", help="what to do with inf and NaN")
 def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> None:
     """Turn raw logs into ids, counts and parquet.
 
@@ -92,28 +88,26 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
     from merlin_cowclip.workflows.data.prepare.pipeline import prepare
     from merlin_cowclip.workflows.data.spec import SPECS, find_spec
 
-    options = {name: values[name] for name in ("seed", "workers", "device", "engine")}
-    if values["like"] is not None:
+    like, run = None, values["like"]
+    if run is not None:
         if dataset in SPECS or dataset.endswith(".toml"):
             raise UserError(f"--like takes the specification of the run. Leave {dataset} out")
-        input = (dataset, *input)
-        options["like"] = like = _encoding(values["like"], values)
+        like, input = _encoding(run, values), (dataset, *input)
     elif not input:
         raise UserError("prepare needs LOG, files or folders, after criteo, avazu or SPEC.toml")
-    spec = _changed_spec(find_spec(dataset) if values["like"] is None else like.spec, values)
-    data = prepare(spec, input, out, **options)
+    spec = _changed_spec(find_spec(dataset) if like is None else like.spec, values)
+    options = {name: values[name] for name in ("seed", "workers", "device", "engine")}
+    data = prepare(spec, input, out, like=like, **options)
     for name, field in data.report["fields"].items():
         if field.get("not_finite"):
             print(f"{name}: {field['not_finite']:,} numbers that were not finite are missing")
-        if "note" in field and values["like"] is None:
+        if "note" in field and like is None:
             print(f"{name}: {field['note']}")
     print(_summary(data))
-    if values["like"] is not None:
+    if like is not None:
         print(_unknown(data))
-    like = values["like"]
-    warm_start = ""
-    if like is not None and (like / "config.json").exists():
-        warm_start = f" --warm-start {shlex.quote(str(like))}"
+    is_run = run is not None and (run / "config.json").exists()
+    warm_start = f" --warm-start {shlex.quote(str(run))}" * is_run
     print(f"Next: merlin-cowclip train {shlex.quote(str(data.path))}{warm_start} --out run")
 
 
@@ -142,31 +136,30 @@ def _encoding(path: Path, values: Mapping[str, Any]) -> Encoding:
 
 def _unknown(data: PreparedData) -> str:
     """How many ids of the training split the earlier vocabulary does not have."""
-    fields = {name: data.report["fields"][name] for name in data.spec.ids}
-    shares = {n: one["below_threshold"] / max(one["occurrences"], 1) for n, one in fields.items()}
-    most = sorted(shares, key=lambda name: -shares[name])[:SHOWN_FIELDS]
-    shown = ", ".join(f"{name} {shares[name]:.1%}" for name in most if shares[name])
-    total = sum(one["below_threshold"] for one in fields.values())
-    share = total / max(sum(one["occurrences"] for one in fields.values()), 1)
+    fields = [data.report["fields"][name] for name in data.spec.ids]
+    unknown = {n: of["below_threshold"] for n, of in zip(data.spec.ids, fields, strict=True)}
+    share = sum(unknown.values()) / max(sum(of["occurrences"] for of in fields), 1)
+    shown = _most({name: number for name, number in unknown.items() if number})
     return f"unknown ids: {share:.1%} of the training occurrences{f' ({shown})' * bool(shown)}"
+
+
+def _most(numbers: Mapping[str, int]) -> str:
+    """The fields with the greatest numbers."""
+    most = sorted(numbers, key=lambda name: -numbers[name])
+    listed = ", ".join(f"{name} {numbers[name]:,}" for name in most[:SHOWN_FIELDS])
+    return listed + (f", {len(most) - SHOWN_FIELDS} more" if len(most) > SHOWN_FIELDS else "")
 
 
 @click.command(cls=Command, example="frequencies data --batch-sizes 1K,8K,128K")
 @argument("data", type=PATH)
 @option("--out", type=PATH, help="folder to write", shown="DATA/frequencies")
-@option(
-    "--batch-sizes",
-    many=True,
-    type=SIZES,
-    help="in samples, by spaces or commas",
-    shown="1024 to 131072",
-)
+@option("--batch-sizes", type=SIZES, help="in samples", shown="1024 to 131072")
 @option("--fields", many=True, metavar="FIELD...", help="of the figure", shown="three")
 @option("--top-k", type=int, metavar="K", help="write the top-k data to --out")
 def frequencies(
     data: Path,
     out: Path | None,
-    batch_sizes: tuple[list[int], ...],
+    batch_sizes: list[int] | None,
     fields: tuple[str, ...],
     top_k: int | None,
 ) -> None:
@@ -183,19 +176,15 @@ def frequencies(
     from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 
     if top_k is not None:
-        for name, given in (("batch-sizes", batch_sizes), ("fields", fields)):
-            if given:
+        for name, value in (("batch-sizes", batch_sizes), ("fields", fields)):
+            if value:
                 raise UserError(f"--top-k excludes --{name}. Received: both. Leave one out")
         if out is None:
             raise UserError("--top-k needs --out, the folder to write. Received: none. Name one")
         print(_sizes(keep_top_ids(opened, top_k, out)))
         return
-    found = frequencies(
-        opened,
-        out,
-        batch_sizes=[size for sizes in batch_sizes for size in sizes] or BATCH_SIZES,
-        fields=list(fields) or None,
-    )
+    sizes = batch_sizes or BATCH_SIZES
+    found = frequencies(opened, out, batch_sizes=sizes, fields=list(fields) or None)
     print(found.table())
     print(
         "top 3: share of the 3 most frequent ids; ids for 90 %: as few of the most frequent ones.\n"
@@ -267,12 +256,9 @@ def _summary(data: PreparedData) -> str:
     ]
     column = f" by {split.column!r}" if split.column else ""
     ids = {name: report["fields"][name]["distinct"] for name in data.spec.ids}
-    most = sorted(ids, key=lambda name: -ids[name])
-    listed = ", ".join(f"{name} {ids[name]:,}" for name in most[:SHOWN_FIELDS])
-    more = f", {len(most) - SHOWN_FIELDS} more" if len(most) > SHOWN_FIELDS else ""
     return (
         f"{' and '.join(parts)}, split {split.kind}{column}: {data.path}\n"
-        f"{sum(ids.values()):,} ids in {len(ids)} fields: {listed}{more}"
+        f"{sum(ids.values()):,} ids in {len(ids)} fields: {_most(ids)}"
     )
 
 
@@ -282,19 +268,15 @@ def _changed_spec(spec: DatasetSpec, values: Mapping[str, Any]) -> DatasetSpec:
     column = values["time_column"] or (spec.split.column if kind == "time" else None)
     test = spec.split.test if values["test"] is None else values["test"]
     split = dataclasses.replace(spec.split, kind=kind, test=test, column=column)
-    changes: dict[str, Any] = {"split": split}
-    for key in ("freq_threshold", "hash_buckets"):
-        given = values[key]
-        if isinstance(given, dict):  # the other fields keep theirs
-            before = getattr(spec, key)
+    names = ("freq_threshold", "hash_buckets", "non_finite")
+    changes = given({name: values[name] for name in names})
+    for name, value in changes.items():
+        if isinstance(value, dict):  # the other fields keep theirs
+            before = getattr(spec, name)
             if not isinstance(before, Mapping):
                 before = dict.fromkeys(spec.ids, before) if before > 1 else {}
-            given = {**before, **given}
-        if given is not None:
-            changes[key] = given
-    if values["non_finite"] is not None:
-        changes["non_finite"] = values["non_finite"]
-    return dataclasses.replace(spec, **changes)
+            changes[name] = {**before, **value}
+    return dataclasses.replace(spec, split=split, **changes)
 
 
 def _columns(data: PreparedData) -> str:

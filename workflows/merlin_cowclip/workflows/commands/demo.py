@@ -66,10 +66,10 @@ def demo_command(out: Path | None, rows: int) -> None:
     demo(out or Path("runs") / f"demo-{datetime.datetime.now():%Y%m%d-%H%M%S}", rows=rows)
 
 
-def demo(out: Path, *, rows: int = ROWS) -> str:
+def demo(out: Path, *, rows: int = ROWS) -> None:
     """Write logs, prepared data, one run per line of the table, and a page of them all to `out`.
 
-    Returns the table. An error or an interrupt removes `out`.
+    An error or an interrupt removes `out`.
 
     Raises:
       UserError: `out` exists or cannot be made, or too few rows for the large batch.
@@ -125,23 +125,18 @@ def demo(out: Path, *, rows: int = ROWS) -> str:
             notes=[*(f"{o.name}: {o.what}. {done.result['clip']}" for o, done in pairs), *NOTES],
             levels={"best possible": truth.best_auc},
         )
-    base = finished[0].result["auc"]
     lines = [
         (
             one.name,
             f"{one.batch_size:,}",
             f"{data.rows['train'] // one.batch_size:,}",
             f"{done.result['auc']:.4f}",
-            f"{done.result['auc'] - base:+.4f}" if one is not RUNS[0] else "",
         )
         for one, done in pairs
     ]
-    table = format_table(
-        ("run", "batch size", "steps/epoch", "test AUC", "against the base"), lines
-    )
+    table = format_table(("run", "batch size", "steps/epoch", "test AUC"), lines)
     print(f"\n{table}\n\n{headline}\n\nThe logs, the prepared data and the runs: {out}")
     print(f"The page of all this: {out / PAGE}")
-    return table
 
 
 def _conclusion(aucs: Sequence[tuple[DemoRun, float]]) -> str:

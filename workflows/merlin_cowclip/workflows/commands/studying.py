@@ -26,14 +26,16 @@ from merlin_cowclip.workflows.commands.tuning import default_base, found_by
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import NETWORK
 from merlin_cowclip.workflows.study.studies import (
+    NETWORKS,
     SEEDS,
     STUDIES,
     VALUES,
     Setting,
-    Study,
     batch_sizes,
+    of_tune,
 )
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.networks import NETWORKS as OPTIONS_OF
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
@@ -85,10 +87,17 @@ def sweep(study: str, data: Path, out: Path, **values: Any) -> None:
     """Train all runs of a study, and print its table."""
     if values["tuned"] and study != "scaling-rules":
         raise UserError(f"--tuned is for the study scaling-rules. Received: {study}. Leave it out")
+    taken = {option for network in NETWORKS for option in OPTIONS_OF[network]}
+    others = [name for name in given({name: values[name] for name in NETWORK}) if name not in taken]
+    if others and study in ("networks", "time"):
+        raise UserError(
+            f"{study} trains {', '.join(NETWORKS)}. Received: --{others[0].replace('_', '-')}. "
+            "Leave it out"
+        )
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
     opened = PreparedData.open(data)
-    setting, source = _setting(STUDIES[study], values, opened)
+    setting, source = _setting(values, opened)
     from merlin_cowclip.workflows.study.sweep import sweep
 
     table = sweep(
@@ -104,30 +113,33 @@ def sweep(study: str, data: Path, out: Path, **values: Any) -> None:
     print(table)
 
 
-def _setting(study: Study, values: Mapping[str, Any], data: PreparedData) -> tuple[Setting, str]:
+def _setting(values: Mapping[str, Any], data: PreparedData) -> tuple[Setting, str]:
     """What the options say, and where its base comes from."""
     options = given({name: values[name] for name in _OPTIONS})
     numbers = given({name: values[name] for name in VALUES})
     tuned = None if values["base"] is None else found_by(values["base"], data)
     base = K if tuned is None else tuned.batch_size
     sizes = values["batch_sizes"] or batch_sizes(base, data.rows["train"])
-    own: dict[str, Any] = {
-        "seeds": values["seeds"] or SEEDS,
-        "found": [found_by(path, data) for path in values["tuned"]],
-    }
-    if tuned is not None:
-        networks = study.networks
-        return Setting.of_tune(tuned, sizes, numbers, options, networks=networks, **own), ""
-    found, source = default_base(data, sizes[0], numbers)
-    if not numbers:
-        source += (
-            ", not tuned for this data. Give --dense-lr, --embedding-lr and --l2, or --base TUNE0"
-        )
-    return Setting(sizes, {**found, **numbers}, options, **own), source
+    if tuned is None:
+        found, source = default_base(data, sizes[0], numbers)
+        if not numbers:
+            source += ", not tuned for this data. Give --dense-lr, --embedding-lr, --l2, or --base"
+    else:
+        found, options = of_tune(tuned, sizes[0], options)
+        source = "; ".join([f"values of {values['base']}", *(f"{n} as given" for n in numbers)])
+    tunes = [found_by(path, data) for path in values["tuned"]]
+    seeds = values["seeds"] or SEEDS
+    return Setting(sizes, {**found, **numbers}, options, seeds, tunes), source
 
 
 @click.command(cls=Command, example="report sweep")
-@argument("out", type=PATH, nargs=-1, required=True, metavar="SWEEP|RUN...")
+@argument(
+    "out",
+    type=click.Path(exists=True, path_type=Path),
+    nargs=-1,
+    required=True,
+    metavar="SWEEP|RUN...",
+)
 @option(
     "--price-per-hour",
     type=click.FloatRange(0, min_open=True),
@@ -146,11 +158,6 @@ def report(out: Sequence[Path], **values: Any) -> None:
     For a sweep, writes SWEEP/report.html: each study's table beside the paper's numbers,
     plots, and a verdict. For runs, writes report.html in the current folder.
     """
-    if missing := [path for path in out if not path.exists()]:
-        raise UserError(
-            f"a report is of a sweep's folder, or of runs. Received: {missing[0]}, which does not "
-            "exist. Name another"
-        )
     from merlin_cowclip.workflows.study.report import compare, report
     from merlin_cowclip.workflows.training.runs import CONFIG
 

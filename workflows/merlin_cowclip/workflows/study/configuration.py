@@ -173,9 +173,8 @@ class TuneConfig:
           seed: `None` for the tune's own.
         """
         own = {**self._shared(), "rule": "none", **base_fields(point.hyperparameters)}
-        own["update"] = point.update
-        own["epochs"] = point.max_epochs if epochs is None else epochs
-        own |= {} if seed is None else {"seed": seed}
+        own |= {"update": point.update, "epochs": point.max_epochs if epochs is None else epochs}
+        own |= {"seed": self.seed if seed is None else seed}
         if point.rates == "falling":  # as in a trial, however many epochs are trained
             falls = {**_FALLS, "epochs": float(point.max_epochs)}
             own |= {"dense_schedule": falls, "embedding_schedule": falls}
@@ -206,7 +205,8 @@ def _brought(found: TrainConfig, network: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: it has what no tune searches, and its trials would be without.
     """
-    dense, embedding = found.dense_schedule, found.embedding_schedule
+    dense: Any = found.dense_schedule
+    embedding = found.embedding_schedule
     falls = dense == embedding and found.schedules()["dense_schedule"] == {**_FALLS, "epochs": None}
     if found.clip_tables is not None or ((dense or embedding) and not falls):
         raise UserError(
@@ -219,5 +219,5 @@ def _brought(found: TrainConfig, network: Mapping[str, Any]) -> dict[str, Any]:
         "base": found.hyperparameters.to_dict(),
         "update": found.update,
         "rates": "falling" if falls else "constant",
-        "rule_epochs": int(dense["epochs"] or found.epochs) if dense and falls else found.epochs,
+        "rule_epochs": int(dense["epochs"] or found.epochs) if falls else found.epochs,
     }

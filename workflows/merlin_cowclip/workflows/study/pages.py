@@ -13,20 +13,18 @@ from merlin_cowclip.workflows.errors import UserError
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table: its text, perhaps a link, and a second line.
+    """A cell of a table.
 
     Attributes:
       text: the first line.
-      address: what the text links to.
       small: the second line.
-      links: name and address of several runs, in the second line.
+      links: addresses of runs: of one, which the text links to, or of several, in the second line.
       kind: its CSS class: "paper" for a number that is not ours.
     """
 
     text: str
-    address: str = ""
     small: str = ""
-    links: Sequence[tuple[str, str]] = ()
+    links: Sequence[str] = ()
     kind: str = ""
 
 
@@ -35,11 +33,10 @@ Row = Sequence[str | Cell]
 
 @dataclass
 class Table:
-    """A table: its header (beneath it `groups` of columns, name and width) and its rows."""
+    """A table: its header and its rows."""
 
     header: Row
     rows: Sequence[Row]
-    groups: Sequence[tuple[str, int]] = ()
     words: bool = False  # text that may wrap, not numbers
 
 

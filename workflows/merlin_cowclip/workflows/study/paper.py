@@ -7,7 +7,6 @@ Scale" has the numbers of Table 2's "Sqrt Scaling*". The log loss 0.4095 of Tabl
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,13 +17,6 @@ EPOCHS = 10
 
 _ROWS = {"criteo": 45_840_617, "avazu": 40_428_967}  # of the full data sets
 _BASE = 1024
-
-
-@functools.cache
-def _tables() -> dict[str, Any]:
-    path = Path(__file__).with_name("paper_tables.json")
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
 
 
 def is_of_the_paper(config: Mapping[str, Any]) -> bool:
@@ -41,21 +33,11 @@ def printed(study: str, dataset: str, key: str, base: int) -> dict[tuple[str, st
       key: "auc", "log_loss" or "minutes".
       base: our base batch size; the paper's column "baseline" is of 1,024.
     """
-    table = _tables()["printed"].get(study, {}).get(dataset, {"sizes": [], "rows": {}})
+    tables = json.loads(Path(__file__).with_name("paper_tables.json").read_text("utf-8"))
+    table = tables.get(study, {}).get(dataset, {"sizes": [], "rows": {}})
     return {
         (row, size if size == "baseline" else f"{size:,}"): value
         for row, values in table["rows"].items()
         for size, value in zip(table["sizes"], values.get(key, ()), strict=False)
         if size != "baseline" or base == _BASE
-    }
-
-
-def cited(dataset: str) -> dict[str, dict[str, Any]]:
-    """By system that Tables 5 and 11 cite, measured by neither: AUC, minutes by batch size."""
-    return {
-        system: {
-            "auc": of["auc"],
-            **{f"{_BASE * n:,}": m for n, m in zip((1, 2, 4), of["minutes"], strict=True)},
-        }
-        for system, of in _tables()["cited"].get(dataset, {}).items()
     }

@@ -26,13 +26,11 @@ from merlin_cowclip.workflows.training.logbook import METRICS, NORMS
 Line = Sequence[tuple[float, float, float]]
 """Points of a line: x, y, and the deviation of y."""
 
-Plot = tuple[str, str]
-"""Title and SVG."""
-
 # Okabe and Ito's, for all eyes.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F")
 _RULES = ("cowclip", "linear", "sqrt", "none", "sqrt_star", "n2_lambda", TUNED, "base")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_MARKED = 20  # points of a line at most
 _INK = "#77808a"  # on both grounds
 _STYLE = {
     **{"svg.fonttype": "none", "svg.hashsalt": "merlin-cowclip"},
@@ -56,7 +54,6 @@ def line_plot(
     powers_of_two: bool = False,
     logarithmic: bool = False,
     logarithmic_x: bool = False,
-    markers: bool | None = None,
     levels: Mapping[str, float] | None = None,
 ) -> str:
     """Lines with error bars as an SVG element; a rule has the same color everywhere.
@@ -68,17 +65,16 @@ def line_plot(
       powers_of_two: whether x doubles from one point to the next.
       logarithmic: whether y is.
       logarithmic_x: whether x is.
-      markers: whether points are marked; by default not where x is logarithmic: they are many.
       levels: of y, drawn across by name.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(6, 4), layout="constrained")
         axes: Any = figure.subplots()
-        marked = not logarithmic_x if markers is None else markers
         for number, (name, points) in enumerate(lines.items()):
             if not points:
                 continue
             place = _place(name, lines)
+            marker = _MARKERS[(place + place // len(_COLOURS)) % 8]
             xs, ys, deviations = zip(*sorted(points), strict=True)
             if powers_of_two:  # beside each other, so that error bars can be told apart
                 xs = tuple(x * 2 ** (0.04 * (number - (len(lines) - 1) / 2)) for x in xs)
@@ -88,7 +84,7 @@ def line_plot(
                 yerr=deviations if any(deviations) else None,
                 label=name,
                 color=_COLOURS[place % len(_COLOURS)],
-                marker=_MARKERS[(place + place // len(_COLOURS)) % 8] if marked else "",
+                marker=marker if len(points) <= _MARKED else "",
             )
         for name, level in (levels or {}).items():
             axes.axhline(level, label=name, color=_INK, linewidth=1.4, linestyle="--")
@@ -115,9 +111,7 @@ def line_plot(
 def _place(name: str, lines: Iterable[str]) -> int:
     """Of a line among colors and markers: a rule's own where lines are rules, else its turn."""
     names = list(lines)
-    ruled = all(other.split(",")[0] in _RULES for other in names)
-    one_each = len({other.split(",")[0] for other in names}) == len(names)
-    return _RULES.index(name.split(",")[0]) if ruled and one_each else names.index(name)
+    return (_RULES if set(names) <= set(_RULES) else names).index(name)
 
 
 def points(rows: pd.DataFrame, x: str, y: str, factor: float = 1.0) -> Line:
@@ -126,8 +120,8 @@ def points(rows: pd.DataFrame, x: str, y: str, factor: float = 1.0) -> Line:
     return [(float(a), factor * float(b), 0.0) for a, b in zip(rows[x], rows[y], strict=True)]
 
 
-def plots(out: Path, name: str, found: Sequence[Outcome]) -> Iterator[Plot]:
-    """The plots of a study in a sweep's folder `out`, of which `found` are the runs so far."""
+def plots(out: Path, name: str, found: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
+    """Title and SVG of each plot of a study in a sweep's folder; `found`: the runs so far."""
     quantity = STUDIES[name].quantity
     for one in (quantity, LOG_LOSS) if quantity is AUC else (quantity,):
         yield from _of_cells(name, found, one)
@@ -153,7 +147,7 @@ def plots(out: Path, name: str, found: Sequence[Outcome]) -> Iterator[Plot]:
     yield "norms of the ids' gradients in the last epoch, of the first seed", plot
 
 
-def _of_cells(name: str, found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plot]:
+def _of_cells(name: str, found: Sequence[Outcome], quantity: Quantity) -> Iterator[tuple[str, str]]:
     """Means and deviations by batch size or, as in Figure 2, by learning rate."""
     lines: dict[str, list[tuple[float, float, float]]] = {}
     for outcome in found:
@@ -170,7 +164,7 @@ def _of_cells(name: str, found: Sequence[Outcome], quantity: Quantity) -> Iterat
         return
     if name == "learning-rate":
         x_axis = "learning rate of the embeddings (that of the dense weights moves with it)"
-        plot = line_plot(lines, x_axis, quantity.name, logarithmic_x=True, markers=True)
+        plot = line_plot(lines, x_axis, quantity.name, logarithmic_x=True)
         yield f"{quantity.name}, by learning rate", plot
         return
     log = quantity is MINUTES

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,15 +66,7 @@ class Setting:
         make_plain(self)
         refuse_unknown("values of a setting", self.values, VALUES)
         refuse_unknown("config of a setting", self.config, _OPTIONS)
-        for name in ("batch_sizes", "seeds"):
-            values = tuple(getattr(self, name))
-            object.__setattr__(self, name, values)
-            if not values or len(set(values)) < len(values):
-                raise UserError(
-                    f"{name} must name something, and each only once. Received: {list(values)}. "
-                    "Correct it"
-                )
-        if list(self.batch_sizes) != sorted(self.batch_sizes):
+        if not self.batch_sizes or list(self.batch_sizes) != sorted(set(self.batch_sizes)):
             raise UserError(
                 "batch_sizes must rise from the base, where the values were tuned. Received: "
                 f"{list(self.batch_sizes)}. Sort them, the base first"
@@ -88,63 +80,40 @@ class Setting:
         for config in self.found:
             network_of(config, TrainConfig(**self.config).to_dict())  # whose defaults count
 
-    @classmethod
-    def of_tune(
-        cls,
-        tuned: TrainConfig,
-        batch_sizes: Sequence[int],
-        values: Mapping[str, float],
-        config: Mapping[str, Any],
-        *,
-        networks: Sequence[str] = (),
-        **others: Any,
-    ) -> Setting:
-        """The setting whose base is what a tune found, with its network, update and schedules.
-
-        `values` and `config` go before its own; a study of several `networks` takes of its options
-        those that any of them has.
-        """
-        if batch_sizes[0] != tuned.batch_size:
-            raise UserError(
-                "the first of the batch sizes must be where the base was tuned. Received: "
-                f"{batch_sizes[0]:,}, and a base tuned at {tuned.batch_size:,}. Begin with that"
-            )
-        network = network_of(tuned, config)
-        if networks:
-            network = {k: v for k, v in network.items() if any(k in OPTIONS[n] for n in networks)}
-        own = {name: getattr(tuned.hyperparameters, name) for name in VALUES}
-        return cls(
-            batch_sizes, {**own, **values}, {**_of_run(tuned), **network, **config}, **others
-        )
-
     @property
     def base(self) -> int:
         """The batch size where the values were tuned."""
         return self.batch_sizes[0]
 
-    @property
-    def largest(self) -> int:
-        """The largest batch size."""
-        return self.batch_sizes[-1]
+    def run(self, rule: str, batch_size: int) -> TrainConfig:
+        """A run at a batch size, with the base scaled by a rule."""
+        own: dict[str, Any] = {**self.config, **self.values, "base_batch_size": self.base}
+        return TrainConfig(**own, rule=rule, batch_size=batch_size)
 
     def tuned(self, rule: str) -> Hyperparameters:
         """A rule's recipe with the values of the base."""
-        try:
-            return recipe(rule).replace(batch_size=self.base, **self.values)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-
-    def run(self, rule: str, batch_size: int) -> TrainConfig:
-        """A run at a batch size, with the base scaled by a rule."""
-        return self._of(self.tuned(rule), rule, batch_size)
+        return self.run(rule, self.base).base
 
     def at(self, values: Hyperparameters) -> TrainConfig:
         """A run with these values at their own batch size."""
-        return self._of(values, "none", values.batch_size)
+        own = {**base_fields(values), "rule": "none", "batch_size": values.batch_size}
+        return TrainConfig(**self.config, **own)
 
-    def _of(self, values: Hyperparameters, rule: str, batch_size: int) -> TrainConfig:
-        own = {**base_fields(values), "rule": rule, "batch_size": batch_size}
-        return TrainConfig(**{**self.config, **own})
+
+def of_tune(
+    tuned: TrainConfig, batch_size: int, config: Mapping[str, Any]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """The values and config of a setting whose base, at `batch_size`, is what a tune found.
+
+    `config` goes before its update and schedules, and must be of its network.
+    """
+    if batch_size != tuned.batch_size:
+        raise UserError(
+            "the first of the batch sizes must be where the base was tuned. Received: "
+            f"{batch_size:,}, and a base tuned at {tuned.batch_size:,}. Begin with that"
+        )
+    values = {name: getattr(tuned.hyperparameters, name) for name in VALUES}
+    return values, {**_of_run(tuned), **network_of(tuned, config), **config}
 
 
 def _of_run(tuned: TrainConfig) -> dict[str, Any]:
@@ -165,15 +134,19 @@ class Cell:
     """One cell of a study's table: a run for each seed.
 
     Attributes:
-      row, column: where it stands.
+      row: where it stands.
       config: of the run, but for the seed.
+      column: where it stands; by default its batch size.
       data: `FULL` or `TOP`.
     """
 
     row: str
-    column: str
     config: TrainConfig
+    column: str = ""
     data: str = FULL
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "column", self.column or f"{self.config.batch_size:,}")
 
 
 @dataclass(frozen=True)
@@ -192,11 +165,10 @@ class Quantity:
     factor: float
     digits: int
 
-    def shown(self, mean: float, deviation: float) -> str:
+    def shown(self, mean: float, deviation: float = 0.0) -> str:
         """Mean ± deviation; of one run the deviation is 0, and not shown."""
-        mean, deviation = self.factor * mean, self.factor * deviation
-        digits = self.digits
-        return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation else "")
+        shown = f"{self.factor * mean:.{self.digits}f}"
+        return shown + (f" ± {self.factor * deviation:.{self.digits}f}" if deviation else "")
 
 
 AUC = Quantity("auc", "test AUC, %", 100.0, 3)
@@ -220,98 +192,60 @@ def plural(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
+Cells = Callable[[Setting], Iterator[Cell]]
+
+
 @dataclass(frozen=True)
 class Study:
     """An experiment of the paper.
 
     Attributes:
+      cells: the runs of a setting.
       name: as users type it.
       title: what it asks.
       paper: the tables and figures that it repeats.
-      cells: the runs of a setting.
       rows: what the rows of its table are; its columns are batch sizes.
       quantity: what its table has of each cell.
-      networks: that it trains; none: the setting's.
     """
 
+    cells: Cells
     name: str
     title: str
     paper: str
-    cells: Callable[[Setting], Iterator[Cell]]
     rows: str
     quantity: Quantity = AUC
-    networks: Sequence[str] = ()
 
 
-def _scaling_rules(setting: Setting) -> Iterator[Cell]:
-    for rule in SCALING_RULES:
-        for batch_size in setting.batch_sizes:
-            yield Cell(rule, f"{batch_size:,}", setting.run(rule, batch_size))
-    for found in setting.found:
-        config = dataclasses.replace(setting.at(found.hyperparameters), **_of_run(found))
-        yield Cell(TUNED, f"{found.batch_size:,}", config)
+STUDIES: dict[str, Study] = {}
+"""The studies, by name. Figure 3, left, is the command `frequencies`."""
 
 
-def _networks(setting: Setting) -> Iterator[Cell]:
-    for name, config in _by_network(setting):
-        yield Cell(name, "baseline", config.run("none", setting.base))
-        for batch_size in setting.batch_sizes:
-            yield Cell(name, f"{batch_size:,}", config.run("cowclip", batch_size))
+def _study(name: str, *what: Any) -> Callable[[Cells], Cells]:
+    """Make a study of the function of its cells, by the other fields of `Study`."""
+
+    def add(cells: Cells) -> Cells:
+        STUDIES[name] = Study(cells, name, *what)
+        return cells
+
+    return add
+
+
+def _by_rule(setting: Setting, rules: Iterable[str], batch_sizes: Iterable[int]) -> Iterator[Cell]:
+    for rule in rules:
+        for batch_size in batch_sizes:
+            yield Cell(rule, setting.run(rule, batch_size))
 
 
 def _by_network(setting: Setting) -> Iterator[tuple[str, Setting]]:
     """Each of `NETWORKS`, and the setting with it and those of the options that it takes."""
-    taken = {option for name in NETWORKS for option in OPTIONS[name]}
-    if others := [name for name in NETWORK if name in setting.config and name not in taken]:
-        raise UserError(
-            f"a study of the networks {', '.join(NETWORKS)} takes their options alone. Received: "
-            f"{others[0]}={setting.config[others[0]]!r}. Leave it out"
-        )
     for name in NETWORKS:
-        gone = taken - set(OPTIONS[name])
-        options = {k: v for k, v in setting.config.items() if k not in gone}
+        others = set(NETWORK) - set(OPTIONS[name])
+        options = {k: v for k, v in setting.config.items() if k not in others}
         yield name, dataclasses.replace(setting, config={**options, "model": name})
 
 
-def _control(setting: Setting) -> Iterator[Cell]:
-    # Table 1's "Sqrt Scale" has the numbers of Table 2's "Sqrt Scaling*".
-    for data in (FULL, TOP):
-        for rule in ("none", "sqrt_star", "linear"):
-            for batch_size in setting.batch_sizes:
-                config = setting.run(rule, batch_size)
-                yield Cell(f"{data}, {rule}", f"{batch_size:,}", config, data)
-
-
-def _clipping(setting: Setting) -> Iterator[Cell]:
-    clips: tuple[str | None, ...] = (None, *_THRESHOLDS, "adaptive_field", "adaptive_column")
-    for clip in clips:
-        threshold = _THRESHOLDS.get(clip or "")
-        base = setting.tuned("cowclip").replace(clip=clip, clip_threshold=threshold)
-        for batch_size in _eighth_and_largest(setting):
-            values = scale(base, to=batch_size, rule="cowclip")
-            yield Cell(clip or "no clip", f"{batch_size:,}", setting.at(values))
-
-
-def _ablation(setting: Setting) -> Iterator[Cell]:
-    base = setting.tuned("cowclip")
-    plain = recipe("none")
-
-    def scaled(to: int) -> dict[str, Hyperparameters]:
-        whole = scale(base, to=to, rule="cowclip")
-        dense = base.dense_lr * to / base.batch_size
-        return {
-            "linear scale on dense": whole.replace(dense_lr=dense),
-            "empirical scale": scale(base, to=to, rule="n2_lambda"),
-            "without ζ": whole.replace(clip_floor=0.0),
-            "without warm-up": whole.replace(warmup_epochs=0.0),
-            "without large init": whole.replace(init_stddev=plain.init_stddev),
-            "without clip": whole.replace(clip=None),
-            "cowclip": whole,
-        }
-
-    for batch_size in _eighth_and_largest(setting):
-        for name, values in scaled(batch_size).items():
-            yield Cell(name, f"{batch_size:,}", setting.at(values))
+def _base_and_largest(setting: Setting) -> list[int]:
+    return sorted({setting.base, setting.batch_sizes[-1]})
 
 
 def _eighth_and_largest(setting: Setting) -> list[int]:
@@ -320,34 +254,88 @@ def _eighth_and_largest(setting: Setting) -> list[int]:
     The nearest by ratio: at the base itself nothing is scaled.
     """
     middle = min(setting.batch_sizes, key=lambda size: abs(math.log(size / setting.base / 8)))
-    return sorted({middle, setting.largest})
+    return sorted({middle, setting.batch_sizes[-1]})
 
 
-def _base_and_largest(setting: Setting) -> list[int]:
-    return sorted({setting.base, setting.largest})
+@_study("scaling-rules", "Which rule keeps the AUC as the batch grows", "Tables 2 and 10", "rule")
+def _scaling_rules(setting: Setting) -> Iterator[Cell]:
+    yield from _by_rule(setting, SCALING_RULES, setting.batch_sizes)
+    for found in setting.found:
+        config = setting.at(found.hyperparameters)
+        yield Cell(TUNED, dataclasses.replace(config, **_of_run(found)))
 
 
-def _curves(setting: Setting) -> Iterator[Cell]:
-    for batch_size in setting.batch_sizes:
-        yield Cell("cowclip", f"{batch_size:,}", setting.run("cowclip", batch_size))
+@_study("networks", "Whether CowClip holds in every network", "Tables 3 and 4", "network")
+def _networks(setting: Setting) -> Iterator[Cell]:
+    for name, its in _by_network(setting):
+        yield Cell(name, its.run("none", its.base), column="baseline")
+        for batch_size in its.batch_sizes:
+            yield Cell(name, its.run("cowclip", batch_size))
 
 
+@_study("control", "Whether rare ids are why the usual rules fail", "Table 1", "data, rule")
+def _control(setting: Setting) -> Iterator[Cell]:
+    # Table 1's "Sqrt Scale" has the numbers of Table 2's "Sqrt Scaling*".
+    for data in (FULL, TOP):
+        for cell in _by_rule(setting, ("none", "sqrt_star", "linear"), setting.batch_sizes):
+            yield dataclasses.replace(cell, row=f"{data}, {cell.row}", data=data)
+
+
+@_study("clipping", "What the clip's unit is worth", "Table 6", "clip")
+def _clipping(setting: Setting) -> Iterator[Cell]:
+    clips: tuple[str | None, ...] = (None, *_THRESHOLDS, "adaptive_field", "adaptive_column")
+    for clip in clips:
+        threshold = _THRESHOLDS.get(clip or "")
+        base = setting.tuned("cowclip").replace(clip=clip, clip_threshold=threshold)
+        for batch_size in _eighth_and_largest(setting):
+            values = scale(base, to=batch_size, rule="cowclip")
+            yield Cell(clip or "no clip", setting.at(values))
+
+
+@_study("ablation", "What each part of CowClip is worth", "Table 12", "recipe")
+def _ablation(setting: Setting) -> Iterator[Cell]:
+    base = setting.tuned("cowclip")
+    for batch_size in _eighth_and_largest(setting):
+        whole = scale(base, to=batch_size, rule="cowclip")
+        changes: dict[str, dict[str, Any]] = {
+            "linear scale on dense": {"dense_lr": base.dense_lr * batch_size / base.batch_size},
+            "empirical scale": {"l2": scale(base, to=batch_size, rule="n2_lambda").l2},
+            "without ζ": {"clip_floor": 0.0},
+            "without warm-up": {"warmup_epochs": 0.0},
+            "without large init": {"init_stddev": recipe("none").init_stddev},
+            "without clip": {"clip": None},
+            "cowclip": {},
+        }
+        for row, change in changes.items():
+            yield Cell(row, setting.at(whole.replace(**change)))
+
+
+@_study(
+    "time", "How much time a large batch saves", "Tables 5 and 11, Figure 1", "network", MINUTES
+)
 def _time(setting: Setting) -> Iterator[Cell]:
     epochs = setting.config.get("epochs", 1)
     if epochs != 1:
         raise UserError(f"the study time is of one epoch. Received: epochs={epochs}. Leave it out")
     once = dataclasses.replace(setting, config={**setting.config, "epochs": 1})
-    for name, config in _by_network(once):
-        for batch_size in setting.batch_sizes:
-            yield Cell(name, f"{batch_size:,}", config.run("cowclip", batch_size))
+    for name, its in _by_network(once):
+        for batch_size in its.batch_sizes:
+            yield Cell(name, its.run("cowclip", batch_size))
 
 
+@_study("curves", "What training looks like, epoch by epoch", "Figures 5 and 6", "rule")
+def _curves(setting: Setting) -> Iterator[Cell]:
+    return _by_rule(setting, ("cowclip",), setting.batch_sizes)
+
+
+@_study("gradients", "How large the gradients of frequent and rare ids are", "Figure 4", "rule")
 def _gradients(setting: Setting) -> Iterator[Cell]:
-    for rule in ("none", "cowclip"):
-        for batch_size in _base_and_largest(setting):
-            yield Cell(rule, f"{batch_size:,}", setting.run(rule, batch_size))
+    return _by_rule(setting, ("none", "cowclip"), _base_and_largest(setting))
 
 
+@_study(
+    "learning-rate", "How narrow the good learning rates are", "Figure 2, right", "rule, factor"
+)
 def _learning_rate(setting: Setting) -> Iterator[Cell]:
     for rule in ("none", "cowclip"):
         for factor in (0.1, 0.3, 1.0, 3.0, 10.0):
@@ -356,64 +344,4 @@ def _learning_rate(setting: Setting) -> Iterator[Cell]:
                 moved = values.replace(
                     dense_lr=values.dense_lr * factor, embedding_lr=values.embedding_lr * factor
                 )
-                yield Cell(f"{rule}, η x {factor:g}", f"{batch_size:,}", setting.at(moved))
-
-
-def _frequencies(setting: Setting) -> Iterator[Cell]:
-    """Nothing is trained, so of a setting it has the batch sizes alone."""
-    return iter(())
-
-
-_ALL = (
-    Study(
-        "scaling-rules",
-        "Which scaling rule keeps the AUC as the batch grows",
-        "Tables 2 and 10",
-        _scaling_rules,
-        "rule",
-    ),
-    Study(
-        "networks",
-        "Whether CowClip holds in every network",
-        "Tables 3 and 4",
-        _networks,
-        "network",
-        networks=NETWORKS,
-    ),
-    Study(
-        "control",
-        "Whether rare ids are why the usual rules fail",
-        "Table 1",
-        _control,
-        "data, rule",
-    ),
-    Study("clipping", "What the clip's unit is worth", "Table 6", _clipping, "clip"),
-    Study("ablation", "What each part of CowClip is worth", "Table 12", _ablation, "recipe"),
-    Study(
-        "time",
-        "How much time a large batch saves",
-        "Tables 5 and 11, Figure 1",
-        _time,
-        "network",
-        MINUTES,
-        NETWORKS,
-    ),
-    Study("curves", "What training looks like, epoch by epoch", "Figures 5 and 6", _curves, "rule"),
-    Study(
-        "gradients",
-        "How large the gradients of frequent and rare ids are",
-        "Figure 4",
-        _gradients,
-        "rule",
-    ),
-    Study(
-        "learning-rate",
-        "How narrow the good learning rates are",
-        "Figure 2, right",
-        _learning_rate,
-        "rule, factor",
-    ),
-    Study("frequencies", "How often ids occur", "Figure 3, left", _frequencies, "field"),
-)
-STUDIES: Mapping[str, Study] = {study.name: study for study in _ALL}
-"""The studies, by name; that of frequencies is of the data alone, and trains nothing."""
+                yield Cell(f"{rule}, η x {factor:g}", setting.at(moved))

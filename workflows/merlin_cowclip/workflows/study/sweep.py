@@ -1,6 +1,6 @@
 """A study's runs, trained and kept: in one folder, by configuration, each once.
 
-`OUT/sweep.json` says of which data all runs are, `OUT/studies/NAME.json` which runs a study takes,
+`OUT/sweep.json` describes the data of all runs, `OUT/studies/NAME.json` which runs a study takes,
 and `OUT/runs/` holds them, each named by its configuration: studies share them, and what was
 trained before is not trained again.
 """
@@ -18,12 +18,11 @@ from typing import Any
 
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.data.frequencies import frequencies
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import Stopped, UserError
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_pattern, remove, write_json
+from merlin_cowclip.workflows.folders import all_or_nothing, refuse_pattern, write_json
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.studies import (
@@ -41,7 +40,7 @@ from merlin_cowclip.workflows.training.one_at_a_time import alone_in
 from merlin_cowclip.workflows.training.runs import RESULT, columns_of, identity_of
 
 FORMAT_VERSION = 1
-RECORD, STUDIES_, RUNS, FREQUENCIES = "sweep.json", "studies", "runs", "frequencies"
+RECORD, STUDIES_, RUNS = "sweep.json", "studies", "runs"
 _TOP_IDS = 3
 
 
@@ -99,12 +98,12 @@ def sweep(
 
     Args:
       study: from `STUDIES`.
-      data: the prepared folder, with a test part if anything is trained.
+      data: the prepared folder, with a test part.
       out: the folder of the runs, of this study and of others on the same data; made if need be.
       setting: what the runs have in common; they are trained in float32.
       jobs: runs trained at a time, a process each.
       command: what prints the table again, for the report.
-      base: where the values of the base come from, to be shown.
+      base: where the values of the base come from, to be shown, also in the report.
       progress: whether to say how each run ended, and show a bar on stderr.
 
     Raises:
@@ -114,10 +113,9 @@ def sweep(
     out = Path(out)
     check_whole("jobs", jobs, 1)
     cells = list(study.cells(setting))
-    if cells:
-        _check(data, cells)
+    _check(data, cells)
     _open(out, data)
-    record = {**_record(study, setting, cells), "command": command}
+    record = {**_record(setting, cells), "base": base, "command": command}
     places = {FULL: data.path, TOP: out / TOP}
     with alone_in(out):  # what two sweeps would write at the same time
         if any(cell.data == TOP for cell in cells) and not places[TOP].exists():
@@ -125,24 +123,18 @@ def sweep(
         for folder in (STUDIES_, RUNS):
             (out / folder).mkdir(exist_ok=True)
         write_json(out / STUDIES_ / f"{study.name}.json", record)
-        if not cells:  # counted anew: the batch sizes may be others
-            remove(out / FREQUENCIES)
-            sizes = setting.batch_sizes
-            counted = frequencies(data, out / FREQUENCIES, batch_sizes=sizes, progress=progress)
-            return counted.table()
     tasks: dict[str, Task] = {}
-    for cell in cells:
-        for seed in setting.seeds:
-            config = dataclasses.replace(cell.config, seed=seed)
-            name = run_name(config, cell.data)
-            what = f"{cell.row}, batch {config.batch_size}, seed {seed}"
-            task = Task(what, out / RUNS / name, places[cell.data], config.to_dict(), jobs)
+    for cell in record["cells"]:
+        for seed, name in cell["runs"].items():
+            config = {**cell["config"], "seed": int(seed)}
+            what = f"{cell['row']}, batch {config['batch_size']}, seed {seed}"
+            task = Task(what, out / RUNS / name, places[cell["data"]], config, jobs)
             tasks.setdefault(name, task)
     todo = [task for task in tasks.values() if not task.is_done]
     done = len(tasks) - len(todo)
     if progress and base:
         print(f"Base: {base}", flush=True)
-    if progress and (doubt := few_steps(data.rows["train"], setting.largest)):
+    if progress and (doubt := few_steps(data.rows["train"], setting.batch_sizes[-1])):
         print(f"Warning: {doubt}")
     with progress_bar("sweep", len(tasks), " runs", show=progress) as bar:
         bar.update(done)
@@ -158,9 +150,8 @@ def sweep(
                 "was in hand is saved. To go on, give the same command again",
                 error.number if isinstance(error, Stopped) else signal.SIGINT,
             ) from None
-    return table(
-        study, outcomes(out, study.name, record)
-    )  # not what another sweep has written meanwhile
+    # Of this record, not of what another sweep has written meanwhile.
+    return table(study, outcomes(out, study.name, record))
 
 
 def run_name(config: TrainConfig, data: str) -> str:
@@ -189,9 +180,8 @@ def outcomes(out: Path, name: str, record: Mapping[str, Any] | None = None) -> l
             elif (out / RUNS / run / DIVERGED).exists():
                 results[seed] = None
         config = TrainConfig.from_dict(cell["config"])
-        found.append(
-            Outcome(Cell(cell["row"], cell["column"], config, cell["data"]), results, runs)
-        )
+        place = Cell(cell["row"], config, cell["column"], cell["data"])
+        found.append(Outcome(place, results, runs))
     return found
 
 
@@ -235,6 +225,8 @@ def _open(out: Path, data: PreparedData) -> None:
         "data_sha256": identity_of(data),
         **columns_of(data),
         "cardinalities": data.cardinalities,
+        "dataset": data.spec.name,
+        "rows": data.rows,
     }
     with alone_in(out.absolute().parent):
         if not out.exists():
@@ -249,12 +241,10 @@ def _open(out: Path, data: PreparedData) -> None:
         )
 
 
-def _record(study: Study, setting: Setting, cells: Sequence[Cell]) -> dict[str, Any]:
+def _record(setting: Setting, cells: Iterable[Cell]) -> dict[str, Any]:
     return {
-        "format": FORMAT_VERSION,
-        "study": study.name,
         "batch_sizes": list(setting.batch_sizes),
-        "seeds": list(setting.seeds),
+        "values": dict(setting.values),
         "cells": [
             {
                 "row": cell.row,

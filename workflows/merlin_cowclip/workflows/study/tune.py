@@ -386,7 +386,7 @@ class _Tuning:
     # Repeats
 
     def _to_repeat(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
-        """By number: the best of all and the best rule's, or the second; with those, all finalists."""
+        """By number: the best and the best rule's, or the second; with those, all finalists."""
         ranked = sorted((t for t in self.tried() if t["epochs"]), key=lambda t: -t["auc"])
         of_rules = [one for one in ranked if one["rules"]]
         must = {one["number"]: one for one in (*ranked[:1], *(of_rules or ranked[1:])[:1])}
