@@ -21,7 +21,7 @@ from typing import Any
 from merlin_cowclip.workflows.errors import AgreedError, Notice, Stopped, UserError
 from merlin_cowclip.workflows.training.ranks import launched, wait_for_the_first
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LONGEST_WORD, _LONGEST = 300, 1000  # characters of a message; a path may be 255 and more
 
 
