@@ -14,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-import merlin_cowclip.workflows.pickled_types  # noqa: F401  (before parquet is read)
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 
@@ -120,13 +119,11 @@ class Source(abc.ABC):
     def check_names(self, names: Sequence[str]) -> None:
         """Check that column names are unique and include those of the spec."""
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise UserError(
-                f"{self.path} has two columns named {quoted(twice, brief=True)}. Rename one"
-            )
+            raise UserError(f"{self.path} has two columns named {quoted(twice)}. Rename one")
         if missing := [name for name in self.wanted if name not in names]:
             raise UserError(
-                f"{self.path} has no column {quoted(missing, brief=True)} of data set "
-                f"{self.spec.name!r}. It has: {quoted(names, brief=True)}"
+                f"{self.path} has no column {quoted(missing)} of data set "
+                f"{self.spec.name!r}. It has: {quoted(names)}"
             )
 
     def _cast(

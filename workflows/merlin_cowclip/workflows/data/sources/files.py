@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from dask.utils import natural_sort_key
 
-from merlin_cowclip.workflows.errors import UserError, shown
+from merlin_cowclip.workflows.errors import UserError
 
 HIDDEN = ("_", ".")  # how names begin that Spark and Hive skip
 
@@ -32,7 +32,7 @@ def expand_paths(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
         except (OSError, ValueError) as error:  # too long a name, or one with a zero byte
             refuse_unreadable(path, error)
         if not found:
-            raise UserError(f"no input file found for {shown(given)}. Check the path")
+            raise UserError(f"no input file found for {given}. Check the path")
         files += found
     if not files:
         raise UserError("no input file given. Name at least one")
@@ -77,4 +77,4 @@ def refuse_twice(files: Iterable[Path]) -> None:
 def refuse_unreadable(path: Path, error: Exception) -> NoReturn:
     """Raise UserError for a file that cannot be read."""
     reason = getattr(error, "strerror", None) or error
-    raise UserError(f"cannot read input file {shown(path)}: {reason}") from None
+    raise UserError(f"cannot read input file {path}: {reason}") from None
