@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.scaling import K
-from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.counts import counts_of_ids, read_id_counts
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.errors import check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from merlin_cowclip.plugins._checks import unsavable_names
-from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.errors import UserError, quoted, shown
+from merlin_cowclip.workflows.errors import UserError, check_whole, quoted
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -216,9 +215,7 @@ class DatasetSpec:
         try:
             return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
         except OSError as error:
-            raise UserError(
-                f"cannot read the specification {shown(path)}: {error.strerror}"
-            ) from None
+            raise UserError(f"cannot read the specification {path}: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path} is not valid TOML: {error}") from None
         except UserError as error:
@@ -290,7 +287,7 @@ def find_spec(name_or_path: str | Path) -> DatasetSpec:
         return DatasetSpec.from_toml(key)
     raise UserError(
         f"data set must be one of {quoted(sorted(SPECS))}, or the path of a .toml file. "
-        f"Received: {shown(repr(key))}"
+        f"Received: {key!r}"
     )
 
 

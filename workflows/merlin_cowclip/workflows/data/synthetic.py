@@ -18,9 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.spec import AVAZU, CRITEO, DatasetSpec
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
 
 CHUNK_ROWS = 200_000  # drawn and written at a time: bounds the memory
