@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.scaling import K
-from merlin_cowclip.workflows.data.counts import counts_of_ids, read_id_counts
+from merlin_cowclip.workflows.data.counts import counts_of_ids, read_counts
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import check_whole
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
+from merlin_cowclip.workflows.folders import all_or_nothing
 from merlin_cowclip.workflows.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -125,7 +125,6 @@ def frequencies(
     sizes = sorted({int(size) for size in batch_sizes})
     for field in fields or ():
         data.check_field(field)
-    refuse_existing(out)
     rows = data.rows["train"]
     found: dict[str, pd.Series[int]] = {}
     with all_or_nothing(out) as folder:
@@ -134,7 +133,7 @@ def frequencies(
             progress_bar("counting", len(data.spec.ids), " fields", show=progress) as bar,
         ):
             for field in data.spec.ids:
-                table = read_id_counts(data, field)
+                table = read_counts(data, field)
                 found[field] = distribution(table["count"].to_numpy())
                 writer.write_table(_ranked(table, field, rows))
                 bar.update(1)
