@@ -288,7 +288,7 @@ def test_folders_and_globs(tmp_path):
     assert expand_paths(home / "day_9" / "_temporary") == [home / "day_9/_temporary/a.csv"]
     for inputs, message in (
         (home / "nowhere", "no input file found"),
-        ("x" * 5_000, "cannot read input file .*too long"),
+        ("x" * 5_000, "no input file found"),
         ([], "no input file given"),
         ([days[0], home], "day_9/a.csv is given twice"),
         (home / "day_9" / "part-0.csv", "part-0.csv is empty"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -112,10 +112,6 @@ class DatasetSpec:
                     raise UserError(f"{key} must be {rule}. Received: {value!r}")
                 if isinstance(value, list):  # from TOML or JSON
                     object.__setattr__(self, key, tuple(value))
-        if self.lists and self.format == "csv" and self.separator == self.list_separator:
-            raise UserError(
-                f"separator and list_separator must differ. Received: {self.separator!r} for both"
-            )
         self._check_roles()
         self._check_columns()
         self._check_rare_ids()
@@ -197,13 +193,13 @@ class DatasetSpec:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DatasetSpec:
         """A spec from JSON values; raises UserError for a key or value that is not valid."""
-        _check_keys(values, cls, required=("name", "label"))
-        given = {"categorical": (), **values}
-        split = given.get("split", Split())
-        if isinstance(split, Mapping):
-            _check_keys(split, Split, required=("kind", "test"), place="split.")
-            given["split"] = Split(**split)
-        return cls(**given)
+        split = values.get("split", {})
+        try:
+            split = Split(**split) if isinstance(split, Mapping) else split
+            return cls(**{"categorical": (), **values, "split": split})
+        except TypeError as error:
+            found = str(error).split("() ")[-1]  # behind the name of a function
+            raise UserError(f"a key is unknown or missing: {found}") from None
 
     @classmethod
     def from_toml(cls, path: str | Path) -> DatasetSpec:
@@ -303,13 +299,3 @@ def check_input_names(spec: DatasetSpec) -> None:
             "0-9 _ . -, a letter or digit first, not a word of Python's, and different but for "
             f"_ . - or capitals. Received: {quoted(refused)}. Rename them where the data comes from"
         )
-
-
-def _check_keys(
-    values: Mapping[str, Any], kind: type, *, required: Sequence[str], place: str = ""
-) -> None:
-    known = [field.name for field in dataclasses.fields(kind)]
-    if unknown := [place + key for key in values if key not in known]:
-        raise UserError(f"a key must be one of {quoted(known)}. Received: {quoted(unknown)}")
-    if missing := [place + key for key in required if key not in values]:
-        raise UserError(f"{quoted(missing)} must be given. Received: {quoted(values) or 'nothing'}")

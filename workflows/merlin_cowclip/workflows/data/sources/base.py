@@ -30,13 +30,11 @@ class Chunk:
         start: the first byte of a CSV file, or the first row group of a parquet file.
         stop: one beyond the last.
         size: its bytes.
-        quotes: whether a CSV part may have quoted cells.
     """
 
     start: int
     stop: int
     size: int
-    quotes: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,8 +114,9 @@ class Source(abc.ABC):
     def _place(self, chunk: Chunk, before: int, row: int) -> str:
         """The line of a row of a part, ``before`` + ``row`` rows behind its first."""
 
-    def check_names(self, names: Sequence[str]) -> None:
-        """Check that column names are unique and include those of the spec."""
+    def check_names(self) -> None:
+        """Check that the column names are unique and include those of the spec."""
+        names = self.names
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(f"{self.path} has two columns named {quoted(twice)}. Rename one")
         if missing := [name for name in self.wanted if name not in names]:
@@ -255,18 +254,14 @@ def ids_as_text(ids: pa.Array, is_list: bool, null_values: Sequence[str] = ()) -
 @contextlib.contextmanager
 def unchanged(sources: Sequence[Source]) -> Iterator[None]:
     """Raise UserError if a file is modified within the context, also where reading failed."""
-
-    def state(path: Path) -> tuple[int, int, int] | None:
-        status = path.stat() if path.exists() else None
-        return status and (status.st_size, status.st_mtime_ns, status.st_ino)
-
-    before = {source.path: state(source.path) for source in sources}
+    before = [source.path.stat() for source in sources]
     try:
         yield
     finally:
-        for path, opened in before.items():
-            if state(path) != opened:
+        for source, was in zip(sources, before, strict=True):
+            now = source.path.stat()
+            if (now.st_size, now.st_mtime_ns) != (was.st_size, was.st_mtime_ns):
                 raise UserError(
-                    f"{path} was modified while it was being read. Stop the writer or copy the "
-                    "file, and run again"
+                    f"{source.path} was modified while it was being read. Stop the writer or copy "
+                    "the file, and run again"
                 )

@@ -30,7 +30,7 @@ class ParquetSource(Source):
 
     def check(self) -> None:
         """Check the names."""
-        self.check_names(self.names)
+        self.check_names()
 
     def chunks(self, size: int) -> list[Chunk]:
         """Row groups, as many as make about ``size`` bytes."""
