@@ -370,7 +370,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: (d / RECORD).unlink(),
         "not a whole prepared folder … prepare.json … written last",
     ),
-    "a record cut": (lambda d: cut(d / RECORD), "cannot read … prepare.json … Prepare the data"),
+    "a record cut": (lambda d: cut(d / RECORD), "not a whole … prepare.json … Prepare the data"),
     "to come": (
         edited(lambda r: r.update(format=99)),
         "prepare.json has format 99 instead of 2 … this version",

@@ -94,11 +94,6 @@ def test_toml(tmp_path):
         ('separator = ";"', 'separator = ";;"', r"separator must be one ASCII character"),
         ('separator = ";"', "header = false", r"columns must be given.* Received: None"),
         ('separator = ";"', 'columns = ["a"]', r"columns must be given.*there. Received: 'a'"),
-        (
-            'separator = ";"',
-            'header = false\ncolumns = ["bought", "user", "price", "genres"]',
-            r"columns must hold the label, every field.* twice: 'item'",
-        ),
         ('kind = "sequential"', 'kind = "by day"', r"split.kind must be one of"),
         ("test = 0.25", "test = 1", r"split.test must lie between 0 and 1. Received: 1"),
         ("test = 0.25", "test = 0.25\nseed = 1", r"unexpected keyword argument 'seed'"),

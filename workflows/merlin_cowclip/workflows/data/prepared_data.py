@@ -54,13 +54,11 @@ class PreparedData:
         place = path / RECORD
         try:
             record = json.loads(place.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
-            raise UserError(
-                f"{path} is not a whole prepared folder: it has no {RECORD}, which is written "
-                "last. Write one with 'merlin-cowclip prepare'"
-            ) from None
         except (OSError, ValueError) as error:
-            raise UserError(f"cannot read {place}: {error}. {_AGAIN}") from None
+            raise UserError(
+                f"{path} is not a whole prepared folder: cannot read {RECORD}, which is written "
+                f"last: {error}. {_AGAIN}"
+            ) from None
         if record.get("format") != FORMAT_VERSION:
             raise UserError(
                 f"{place} has format {record.get('format')!r} instead of {FORMAT_VERSION}. Prepare "

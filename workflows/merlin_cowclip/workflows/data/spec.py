@@ -112,8 +112,12 @@ class DatasetSpec:
                     raise UserError(f"{key} must be {rule}. Received: {value!r}")
                 if isinstance(value, list):  # from TOML or JSON
                     object.__setattr__(self, key, tuple(value))
+        if (self.columns is None) == (self.format == "csv" and not self.header):
+            raise UserError(
+                "columns must be given for format csv with header false, and only there. Received: "
+                f"{self.columns and quoted(self.columns)}"
+            )
         self._check_roles()
-        self._check_columns()
         self._check_rare_ids()
 
     def _check_roles(self) -> None:
@@ -134,24 +138,6 @@ class DatasetSpec:
                         f"{role_of[field]} and as {role}"
                     )
                 role_of[field] = role
-        if self.split.column in self.lists:
-            raise UserError(f"split.column must not be a list. Received: {self.split.column!r}")
-
-    def _check_columns(self) -> None:
-        if (self.columns is None) == (self.format == "csv" and not self.header):
-            raise UserError(
-                "columns must be given for format csv with header false, and only there. Received: "
-                f"{self.columns and quoted(self.columns)}"
-            )
-        if self.columns is None:
-            return
-        wanted = {self.label, *self.fields, *filter(None, [self.split.column])}
-        twice = {c for c in self.columns if self.columns.count(c) > 1}
-        if wrong := sorted(wanted - {*self.columns} | twice):
-            raise UserError(
-                "columns must hold the label, every field and the split's column, each column "
-                f"once. Missing or twice: {quoted(wrong)}. Received: {quoted(self.columns)}"
-            )
 
     def _check_rare_ids(self) -> None:
         for key, least, most in (("freq_threshold", 0, None), ("hash_buckets", 1, MAX_BUCKETS)):

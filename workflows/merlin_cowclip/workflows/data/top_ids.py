@@ -19,7 +19,7 @@ from merlin_cowclip.workflows.data.prepare.fit import write_ids
 from merlin_cowclip.workflows.data.prepare.statistics import MISSING, PADDING, UNKNOWN, IdStatistics
 from merlin_cowclip.workflows.data.prepared_data import PreparedData, write_record
 from merlin_cowclip.workflows.errors import UserError, check_whole
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
+from merlin_cowclip.workflows.folders import all_or_nothing
 from merlin_cowclip.workflows.progress import progress_bar
 
 
@@ -55,12 +55,11 @@ def keep_top_ids(
             f"Received: {data.path}, an adopted pipeline. Prepare its raw logs, or give Categorify "
             "a max_size of K + 3"
         )
-    refuse_existing(out)
-    kept = {field: _top(read_counts(data, field), int(k)) for field in data.spec.ids}
-    encode = {field: ids.encode for field, ids in kept.items()}
     # What a threshold left is among the kept ids, or unknown.
     spec = dataclasses.replace(data.spec, freq_threshold=0, hash_buckets=1)
     with all_or_nothing(out) as folder:
+        kept = {field: _top(read_counts(data, field), int(k)) for field in data.spec.ids}
+        encode = {field: ids.encode for field, ids in kept.items()}
         for field, ids in kept.items():
             write_ids(folder, field, ids)
         # Categorify's max_size says that the unknown id is trained; 0: it is not.

@@ -58,10 +58,11 @@ class CsvSource(Source):
     def check(self) -> None:
         """Check the first row against the spec."""
         cells, has_header = self._first_row(), self.spec.columns is None
-        if has_header and (len(cells) > 1 or len(self.wanted) == 1):
+        fits = len(cells) == len(self.names)
+        if has_header:
+            fits = len(cells) > 1 or len(self.wanted) == 1
+        if fits:
             self.check_names()
-            return
-        if not has_header and len(cells) == len(self.names):
             return
         remedy = ". Set separator, header and columns in the specification as the file has them"
         remedy = "" if self.spec.name in SPECS else remedy
