@@ -18,8 +18,7 @@ def write_counts(
     folder: Path, field: str, counts: np.ndarray, raw: pa.Array | pa.ChunkedArray
 ) -> None:
     """Write the counts of a field's n IDs, (n,) int64; ``raw`` has the texts of the last ones."""
-    chunks = raw.chunks if isinstance(raw, pa.ChunkedArray) else [raw]
-    texts = [pa.nulls(len(counts) - len(raw), pa.string()), *chunks]
+    texts = [pa.nulls(len(counts) - len(raw), pa.string()), *getattr(raw, "chunks", [raw])]
     ids = np.arange(len(counts), dtype=np.int64)
     table = pa.table({"id": ids, "raw": pa.chunked_array(texts), "count": counts})
     pq.write_table(table, folder / f"{field}.parquet")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,19 +22,12 @@ TIME = "\0time"  # the batch column of the split's times
 EXACT = {16: 2**11, 32: 2**24, 64: 2**53}  # bits of a float → from where integers share a float
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A part of a file that can be read by itself.
+class Chunk(NamedTuple):
+    """A part of a file that can be read by itself."""
 
-    Attributes:
-        start: the first byte of a CSV file, or the first row group of a parquet file.
-        stop: one beyond the last.
-        size: its bytes.
-    """
-
-    start: int
-    stop: int
-    size: int
+    start: int  # the first byte of a CSV file, or the first row group of a parquet file
+    stop: int  # one beyond the last
+    size: int  # its bytes
 
 
 @dataclass(frozen=True)
