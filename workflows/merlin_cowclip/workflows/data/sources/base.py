@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -69,9 +68,16 @@ class Source(abc.ABC):
         """Whether the file has the label's column."""
         return self.spec.label in self.names
 
-    @abc.abstractmethod
     def check(self) -> None:
-        """Raise UserError unless the header or schema is as the spec says."""
+        """Raise UserError unless the column names are unique and include those of the spec."""
+        names = self.names
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise UserError(f"{self.path} has two columns named {quoted(twice)}. Rename one")
+        if missing := [name for name in self.wanted if name not in names]:
+            raise UserError(
+                f"{self.path} has no column {quoted(missing)} of data set "
+                f"{self.spec.name!r}. It has: {quoted(names)}"
+            )
 
     @abc.abstractmethod
     def chunks(self, size: int) -> list[Chunk]:
@@ -95,7 +101,7 @@ class Source(abc.ABC):
         """
         rows, replaced = 0, Counter() if replaced is None else replaced
         for batch, size in self.read(chunk):
-            yield self._cast(batch, functools.partial(self._place, chunk, rows), replaced)
+            yield self._cast(batch, lambda row, n=rows: self._place(chunk, n + row), replaced)
             rows += batch.num_rows
             advance(size)
 
@@ -104,19 +110,8 @@ class Source(abc.ABC):
         """The columns `wanted` of a part as the file has them, and the bytes read since."""
 
     @abc.abstractmethod
-    def _place(self, chunk: Chunk, before: int, row: int) -> str:
-        """The line of a row of a part, ``before`` + ``row`` rows behind its first."""
-
-    def check_names(self) -> None:
-        """Check that the column names are unique and include those of the spec."""
-        names = self.names
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise UserError(f"{self.path} has two columns named {quoted(twice)}. Rename one")
-        if missing := [name for name in self.wanted if name not in names]:
-            raise UserError(
-                f"{self.path} has no column {quoted(missing)} of data set "
-                f"{self.spec.name!r}. It has: {quoted(names)}"
-            )
+    def _place(self, chunk: Chunk, row: int) -> str:
+        """The line of a row of a part, ``row`` rows behind its first."""
 
     def _cast(
         self, batch: pa.RecordBatch, place: Callable[[int], str], replaced: Counter[str]

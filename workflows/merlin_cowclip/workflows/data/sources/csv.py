@@ -62,7 +62,7 @@ class CsvSource(Source):
         if has_header:
             fits = len(cells) > 1 or len(self.wanted) == 1
         if fits:
-            self.check_names()
+            super().check()
             return
         remedy = ". Set separator, header and columns in the specification as the file has them"
         remedy = "" if self.spec.name in SPECS else remedy
@@ -157,15 +157,14 @@ class CsvSource(Source):
         if found is None:
             raise UserError(f"cannot read {self.path} as CSV: {reason}") from None
         name = f", column {self.names[int(found['column'])]!r}" if found["column"] else ""
-        place = self._place(chunk, 0, int(found["row"]) - 1 - self._has_header(chunk))
+        place = self._place(chunk, int(found["row"]) - 1 - self._has_header(chunk))
         raise UserError(
             f"{self.path}, {place}{name}: {found['text']}. Correct the row or remove it, convert "
             "the file to UTF-8 (iconv), or describe it in the specification (quotes, null_values, "
             "label_values)"
         ) from None
 
-    def _place(self, chunk: Chunk, before: int, row: int) -> str:
-        row += before
+    def _place(self, chunk: Chunk, row: int) -> str:
         with (
             contextlib.suppress(csv.Error, StopIteration, *GZIP_ERRORS),
             self._rows(chunk.start) as rows,

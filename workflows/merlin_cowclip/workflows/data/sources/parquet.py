@@ -28,10 +28,6 @@ class ParquetSource(Source):
             held = file.schema_arrow.names
         return (*held, *(key for key in self._partition if key not in held))
 
-    def check(self) -> None:
-        """Check the names."""
-        self.check_names()
-
     def chunks(self, size: int) -> list[Chunk]:
         """Row groups, as many as make about ``size`` bytes."""
         chunks: list[Chunk] = []
@@ -59,10 +55,10 @@ class ParquetSource(Source):
                 size = chunk.size * batch.num_rows // total
                 yield pa.RecordBatch.from_pydict(columns), size
 
-    def _place(self, chunk: Chunk, before: int, row: int) -> str:
+    def _place(self, chunk: Chunk, row: int) -> str:
         with self._open() as file:
             groups = map(file.metadata.row_group, range(chunk.start))
-            return f"row {sum(group.num_rows for group in groups) + before + row + 1}"
+            return f"row {sum(group.num_rows for group in groups) + row + 1}"
 
     @property
     def _partition(self) -> dict[str, str | None]:
