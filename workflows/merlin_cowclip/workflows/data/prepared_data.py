@@ -18,7 +18,6 @@ from merlin_cowclip.workflows.manifest import check_manifest, entry_of, manifest
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
-    import nvtabular as nvt
     import pandas as pd
 
 FORMAT_VERSION = 2
@@ -160,8 +159,11 @@ class PreparedData:
         Raises:
             UserError: the manifest does not confirm it, or it does not load here.
         """
-        manifest = self.record["manifest"]
-        return load_confirmed(self.path, manifest, "prepared data", f"{_AGAIN}.", trust=trust)
+        from merlin_cowclip.workflows.data.adopt.graph import load_saved
+
+        if not trust:
+            check_workflow(self.path, self.record["manifest"], "prepared data", f"{_AGAIN}.")
+        return load_saved(self.path / WORKFLOW)
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,7 +190,11 @@ def check_unchanged(states: Iterable[Mapping[str, Any]]) -> None:
 
 
 def check_workflow(
-    home: Path, manifest: Mapping[str, Mapping[str, Any]], what: str, again: str, trust: str
+    home: Path,
+    manifest: Mapping[str, Mapping[str, Any]],
+    what: str,
+    again: str,
+    trust: str = "workflow(trust=True)",
 ) -> None:
     """Raise UserError if a file of ``home/workflow`` is not as in the manifest.
 
@@ -197,17 +203,6 @@ def check_workflow(
     members = {name: m for name, m in manifest.items() if name.startswith(f"{WORKFLOW}/")}
     remedy = f"{again} Or, if you trust it all the same, whose code loading it runs: {trust}"
     check_manifest(home, members, what, remedy, [WORKFLOW])
-
-
-def load_confirmed(
-    home: Path, manifest: Mapping[str, Mapping[str, Any]], what: str, again: str, *, trust: bool
-) -> nvt.Workflow:
-    """Load ``home/workflow``, which runs code, after `check_workflow`, or without if ``trust``."""
-    from merlin_cowclip.workflows.data.adopt.graph import load_saved
-
-    if not trust:
-        check_workflow(home, manifest, what, again, "workflow(trust=True)")
-    return load_saved(home / WORKFLOW)
 
 
 def domains_of(

@@ -14,13 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.workflows.data.prepared_data import (
-    PARTS,
-    RECORD,
-    PreparedData,
-    check_workflow,
-    load_confirmed,
-)
+from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD, PreparedData, check_workflow
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import package_versions, refuse_pattern
@@ -356,7 +350,11 @@ class Run:
         Raises:
           UserError: it does not load; or the manifest does not confirm all of it, unless `trust`.
         """
-        return load_confirmed(self.path, self.result["manifest"], "a run", _AGAIN, trust=trust)
+        from merlin_cowclip.workflows.data.adopt.graph import load_saved
+
+        if not trust:
+            check_workflow(self.path, self.result["manifest"], "a run", _AGAIN)
+        return load_saved(self.path / "workflow")
 
     def inference(self, *, trust: bool = False) -> InferenceWorkflow:
         """The workflow of an adopted pipeline, for raw rows; raises as `workflow`."""
