@@ -102,8 +102,8 @@ LOGS: dict[str, tuple[str | bytes, str]] = {
     "zeroed": (GZIPPED[:-50] + bytes(50), "log.csv is not a CSV file in UTF-8, gzipped or not"),
 }
 SPECS = {
-    "deep": ("x = " + "[" * 3000, HEAD, "toy.toml is not valid TOML"),
-    "no text": (SPEC.encode("utf-16"), HEAD, "toy.toml is not valid TOML"),
+    "deep": ("x = " + "[" * 3000, HEAD, "toy.toml as TOML: "),
+    "no text": (SPEC.encode("utf-16"), HEAD, "toy.toml as TOML: "),
     "no quotes": (SPEC + "quotes = false", at(9, '1,"a,b",1,x'), "line 9 … (quotes, "),
     "a header": (NO_HEADER, HEAD + ROWS, "line 1, column 'y': … 'y'"),
     "one time": (BY_TIME, TIMES.format(7), "all 18 rows have the time '7', column 'user'"),

@@ -123,21 +123,16 @@ class DatasetSpec:
     def _check_roles(self) -> None:
         if not self.ids:
             raise UserError("categorical must name at least one column. Received: none (no lists)")
-        role_of = {self.label: "label"}
-        for role in ("categorical", "continuous", "lists"):
-            for field in getattr(self, role):
-                # A field's name becomes a file name (counts/<field>.parquet).
-                if not field or field.startswith(".") or any(c in field for c in "/\\\0\n\r"):
-                    raise UserError(
-                        f"{role} must hold names that can be file names "
-                        f"(not empty, no slash, no leading dot). Received: {field!r}"
-                    )
-                if field in role_of:
-                    raise UserError(
-                        f"a column must have one role. Received: {field!r} as "
-                        f"{role_of[field]} and as {role}"
-                    )
-                role_of[field] = role
+        names = [self.label, *self.fields]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise UserError(f"a column must have one role. Received: {quoted(twice)} in several")
+        # A field's name becomes a file name (counts/<field>.parquet).
+        bad = [f for f in self.fields if not f or f[0] == "." or {*f} & {*"/\\\0\n\r"}]
+        if bad:
+            raise UserError(
+                "fields must have names that can be file names (not empty, no slash, no leading "
+                f"dot). Received: {quoted(bad)}"
+            )
 
     def _check_rare_ids(self) -> None:
         for key, least, most in (("freq_threshold", 0, None), ("hash_buckets", 1, MAX_BUCKETS)):
@@ -196,10 +191,8 @@ class DatasetSpec:
         """
         try:
             return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
-        except OSError as error:
-            raise UserError(f"cannot read the specification {path}: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} is not valid TOML: {error}") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"cannot read {path} as TOML: {error}") from None
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
 
