@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -68,14 +67,13 @@ def keep_top_ids(
         save_fitted_workflow(spec, folder, ranges, max_size=sizes, missing_as_unknown=gone)
         for part, files in (("train", data.train_files), ("test", data.test_files)):
             (folder / part).mkdir()
+            rewrite = functools.partial(_rewrite, folder=folder / part, encode=encode)
             with (
-                progress_bar(part, data.rows[part], show=progress) as bar,
+                progress_bar(part, len(files), " files", show=progress) as bar,
                 ThreadPoolExecutor(THREADS) as pool,
             ):
-                rewrite = functools.partial(
-                    _rewrite, folder=folder / part, encode=encode, advance=bar.update
-                )
-                list(pool.map(rewrite, files))
+                for _ in pool.map(rewrite, files):
+                    bar.update()
         record = {
             **data.record,
             "spec": spec.to_dict(),
@@ -104,9 +102,7 @@ def _top(table: pa.Table, k: int) -> IdStatistics:
     return IdStatistics(texts, by_id.astype(np.int64), encode)
 
 
-def _rewrite(
-    source: Path, folder: Path, encode: Mapping[str, np.ndarray], advance: Callable[[int], Any]
-) -> None:
+def _rewrite(source: Path, folder: Path, encode: Mapping[str, np.ndarray]) -> None:
     """The same file, row groups and rows, with other ids."""
     with (
         pq.ParquetFile(source) as file,
@@ -123,4 +119,3 @@ def _rewrite(
                         ids = pa.ListArray.from_arrays(old.offsets, ids)
                     rows = rows.set_column(i, column, ids.cast(column.type))
             writer.write_table(rows, row_group_size=max(1, len(rows)))
-            advance(len(rows))
