@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ class Source(abc.ABC):
         """
         rows, replaced = 0, Counter() if replaced is None else replaced
         for batch, size in self.read(chunk):
-            yield self._cast(batch, lambda row, n=rows: self._place(chunk, n + row), replaced)
+            yield self._cast(batch, functools.partial(self._place, chunk, rows), replaced)
             rows += batch.num_rows
             advance(size)
 
@@ -110,8 +111,8 @@ class Source(abc.ABC):
         """The columns `wanted` of a part as the file has them, and the bytes read since."""
 
     @abc.abstractmethod
-    def _place(self, chunk: Chunk, row: int) -> str:
-        """The line of a row of a part, ``row`` rows behind its first."""
+    def _place(self, chunk: Chunk, before: int, row: int) -> str:
+        """The line of a row of a part, ``before`` + ``row`` rows behind its first."""
 
     def _cast(
         self, batch: pa.RecordBatch, place: Callable[[int], str], replaced: Counter[str]

@@ -157,14 +157,15 @@ class CsvSource(Source):
         if found is None:
             raise UserError(f"cannot read {self.path} as CSV: {reason}") from None
         name = f", column {self.names[int(found['column'])]!r}" if found["column"] else ""
-        place = self._place(chunk, int(found["row"]) - 1 - self._has_header(chunk))
+        place = self._place(chunk, 0, int(found["row"]) - 1 - self._has_header(chunk))
         raise UserError(
             f"{self.path}, {place}{name}: {found['text']}. Correct the row or remove it, convert "
             "the file to UTF-8 (iconv), or describe it in the specification (quotes, null_values, "
             "label_values)"
         ) from None
 
-    def _place(self, chunk: Chunk, row: int) -> str:
+    def _place(self, chunk: Chunk, before: int, row: int) -> str:
+        row += before
         with (
             contextlib.suppress(csv.Error, StopIteration, *GZIP_ERRORS),
             self._rows(chunk.start) as rows,

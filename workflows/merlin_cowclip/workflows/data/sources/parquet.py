@@ -55,10 +55,10 @@ class ParquetSource(Source):
                 size = chunk.size * batch.num_rows // total
                 yield pa.RecordBatch.from_pydict(columns), size
 
-    def _place(self, chunk: Chunk, row: int) -> str:
+    def _place(self, chunk: Chunk, before: int, row: int) -> str:
         with self._open() as file:
             groups = map(file.metadata.row_group, range(chunk.start))
-            return f"row {sum(group.num_rows for group in groups) + row + 1}"
+            return f"row {sum(group.num_rows for group in groups) + before + row + 1}"
 
     @property
     def _partition(self) -> dict[str, str | None]:
