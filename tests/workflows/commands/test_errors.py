@@ -88,7 +88,7 @@ REFUSED = {
     "train DATA --out EMPTY": "output folder must not exist … EMPTY … Name another",
     "train DATA --out FILE/run": "output folder must be in a folder that can be written",
     "train DATA --out run[1]": "without [ and  … TensorFlow … run[1] … Choose another",
-    "train RUN --out OUT": "is not a whole prepared folder: it has no prepare.json",
+    "train RUN --out OUT": "is not a whole prepared folder: cannot read prepare.json",
     f"{TRAIN} --config NOWHERE": "--config must be a JSON file or a run folder",
     f"{TRAIN} --config EMPTY": "a run to resume must have its configuration",
     f"{TRAIN} --tuned NOWHERE": "a tune must be a folder",

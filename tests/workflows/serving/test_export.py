@@ -484,7 +484,7 @@ def test_a_repository_that_was_changed_is_refused(shop, tmp_path):
     shutil.copytree(shop[2], tmp_path / "repository")
     repository = Repository.open(tmp_path / "repository")
     (tmp_path / "repository/executor_model/1/ensemble/more.py").write_text("")
-    with pytest.raises(UserError, match="must have no other files in ensemble"):
+    with pytest.raises(UserError, match="must have no other files in executor_model/1/ensemble"):
         repository.predict(frame)
     repository.predict(frame, trust=True)
     (tmp_path / "repository/executor_model/1/ensemble/more.py").unlink()

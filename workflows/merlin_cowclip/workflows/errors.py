@@ -5,11 +5,12 @@ Not for bugs: whatever is no fault of the user stays an ordinary exception with 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-_VALUE, _NAMES, _REASON = 60, 200, 300  # characters in a message: of a value, names, a reason
+from merlin_cowclip.plugins._checks import is_whole, whole_range
+
+_REASON = 300  # characters of a library's reason in a message
 
 
 class UserError(Exception):
@@ -50,33 +51,18 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
-def shown(text: object, most: int = 255) -> str:
-    """A name or path in a message: its beginning, if it is longer than any that a disk takes."""
-    text = str(text)
-    return text if len(text) <= most else f"{text[:60]}… ({len(text):,} characters)"
-
-
-def excerpt(value: str | bytes) -> str:
-    """A value in a message, in quotes, and not all of it if it is long."""
-    return repr(value) if len(value) <= _VALUE else f"{value[:_VALUE]!r}… ({len(value):,} long)"
-
-
-def quoted(names: Iterable[Any], *, brief: bool = False) -> str:
-    """Names in a message, in quotes.
-
-    Args:
-        names: of any number of things.
-        brief: as many as there is room for: of a file's columns, which may be any and any number.
-    """
-    if not brief:
-        return ", ".join(map(repr, names))
-    texts = [excerpt(name) for name in names]
-    held = list(itertools.accumulate(len(text) + 2 for text in texts))
-    room = max(1, sum(length <= _NAMES for length in held))
-    return ", ".join(texts[:room]) + (f" and {len(texts) - room} more" if texts[room:] else "")
+def quoted(names: Iterable[Any]) -> str:
+    """Names in a message, in quotes."""
+    return ", ".join(map(repr, names))
 
 
 def clipped(reason: str) -> str:
     """A library's reason in a message: as one line, and not all of it."""
     line = " ".join(reason.split())
     return line if len(line) <= _REASON else f"{line[:_REASON]}…"
+
+
+def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise UserError for what is no whole number, Python's or NumPy's, or out of range."""
+    if not is_whole(value, least, most, numpys=True):
+        raise UserError(f"{name} must be {whole_range(least, most)}. Received: {value!r}")

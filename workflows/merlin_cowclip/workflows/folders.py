@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib.metadata
 import json
 import os
@@ -12,10 +11,10 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from merlin_cowclip.plugins._checks import check_path
-from merlin_cowclip.workflows.errors import UserError, shown
+from merlin_cowclip.workflows.errors import UserError
 
 
 def refuse_existing(out: Path, what: str = "folder") -> None:
@@ -31,30 +30,23 @@ def refuse_existing(out: Path, what: str = "folder") -> None:
     try:
         os.lstat(out)
     except FileNotFoundError:
-        home = _home(out)
-        if not os.path.isdir(home):
-            _refuse_place(out, f"{home} is no folder", what)
-        if not os.access(home, os.W_OK | os.X_OK):
-            _refuse_place(out, os.strerror(errno.EACCES), what)
+        if os.access(_home(out), os.W_OK | os.X_OK):
+            return
+        found: str | None = "Permission denied"
     except OSError as error:
-        _refuse_place(out, error.strerror, what)
+        found = error.strerror
     else:
         raise UserError(
-            f"output {what} must not exist. Received: {shown(out)}. Name another, or remove it "
-            "first"
+            f"output {what} must not exist. Received: {out}. Name another, or remove it first"
         )
+    raise UserError(
+        f"output {what} must be in a folder that can be written. Received: {out}: {found}. "
+        "Name another"
+    )
 
 
 def refuse_pattern(path: Path, what: str) -> None:
-    """Refuse a path that TensorFlow takes for a pattern, as `check_path` does.
-
-    Args:
-        path: of what holds models or checkpoints.
-        what: it is: "run", "study".
-
-    Raises:
-        UserError: it is such a path.
-    """
+    """Refuse the path of a run, say, that TensorFlow takes for a pattern; see `check_path`."""
     try:
         check_path(f"the path of a {what}", path)
     except ValueError as error:
@@ -64,13 +56,6 @@ def refuse_pattern(path: Path, what: str) -> None:
 def _home(out: Path) -> Path:
     """The innermost folder around `out` that is there."""
     return next(parent for parent in out.absolute().parents if os.path.lexists(parent))
-
-
-def _refuse_place(out: Path, found: str | None, what: str = "folder") -> NoReturn:
-    raise UserError(
-        f"output {what} must be in a folder that can be written. Received: {shown(out)}: {found}. "
-        "Name another"
-    ) from None
 
 
 def remove(*paths: Path) -> None:
@@ -90,48 +75,20 @@ def all_or_nothing(out: Path, what: str = "folder") -> Iterator[Path]:
     For a "file" it is a place in that folder, where the file is to be written.
 
     Raises:
-        UserError: it cannot be made, ``out`` has appeared meanwhile, or the disk is full.
+        UserError: as `refuse_existing`, before and after the work.
     """
     out = out.absolute()
+    refuse_existing(out, what)
     folder = _home(out) / f".{out.name[:50]}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+    folder.mkdir()
     try:
-        try:
-            folder.mkdir()
-        except OSError as error:
-            _refuse_place(out, error.strerror, what)
         whole = folder / out.name if what == "file" else folder
         yield whole
         refuse_existing(out, what)
         out.parent.mkdir(parents=True, exist_ok=True)
         os.rename(whole, out)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise UserError(
-                f"output needs disk space. Received: none left for {out} "
-                f"({os.strerror(error.errno)}). Free some, or name a {what} on another disk"
-            ) from None
-        raise
     finally:
         remove(folder)
-
-
-@contextlib.contextmanager
-def new_folder(out: Path) -> Iterator[None]:
-    """Make ``out``, and remove it on any failure: for work that must know its own place.
-
-    Raises:
-        UserError: it exists, or cannot be made.
-    """
-    refuse_existing(out)
-    try:
-        out.mkdir(parents=True)
-    except OSError as error:
-        _refuse_place(out, error.strerror)
-    try:
-        yield
-    except BaseException:
-        remove(out)
-        raise
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -139,12 +96,8 @@ def write_json(path: Path, content: Any) -> None:
     partial = path.with_name(f".{path.name}.partial")
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     # A file's name need not be UTF-8: its odd bytes are written as JSON's escapes.
-    try:
-        partial.write_bytes(text.encode("utf-8", "backslashreplace"))
-        os.replace(partial, path)
-    except BaseException:
-        remove(partial)
-        raise
+    partial.write_bytes(text.encode("utf-8", "backslashreplace"))
+    os.replace(partial, path)
 
 
 def package_versions(*others: str) -> dict[str, str]:

@@ -11,11 +11,10 @@ import hashlib
 import os
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pyarrow.parquet as pq
 
-import merlin_cowclip.workflows.pickled_types  # noqa: F401  (before parquet is read)
 from merlin_cowclip.workflows.errors import UserError
 
 SMALL = 1 << 20  # bytes
@@ -30,7 +29,7 @@ def manifest_of(folder: Path, without: Container[str] = ()) -> dict[str, Any]:
         without: files and folders directly in it that are no part of it.
 
     Returns:
-        Path in the folder, with slashes → ``bytes``, ``sha256`` and, of parquet, ``rows``.
+        Path in the folder, with slashes → `entry_of` the file.
     """
     manifest = {}
     for path in sorted(folder.rglob("*")):
@@ -41,12 +40,7 @@ def manifest_of(folder: Path, without: Container[str] = ()) -> dict[str, Any]:
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    """One file's line of a manifest.
-
-    Raises:
-        OSError: it cannot be read.
-        pyarrow.ArrowException: it is named ``.parquet`` and is none.
-    """
+    """A file's ``bytes``, ``sha256`` and, of parquet, ``rows``."""
     entry: dict[str, Any] = {"bytes": path.stat().st_size, "sha256": checksum(path)}
     if path.suffix == ".parquet":
         entry["rows"] = pq.read_metadata(path).num_rows
@@ -58,72 +52,43 @@ def check_manifest(
     manifest: Mapping[str, Mapping[str, Any]],
     what: str,
     remedy: str,
-    needed: Iterable[str] = (),
+    whole: Iterable[str] = (),
 ) -> None:
-    """Refuse a folder in which a file is not as the manifest says. Other files are let be.
+    """Refuse a folder in which a file is not as the manifest says.
 
     Args:
         folder: where the files lie now.
         manifest: as `manifest_of` made it.
         what: whose files, for the sentence: "prepared data".
         remedy: the sentence's end: "Prepare it again".
-        needed: what the manifest must name.
+        whole: folders in it in which there must be no other files, but hidden ones.
 
     Raises:
-        UserError: names the first file that the manifest lacks, that is gone, cannot be read, or
-            has changed.
+        UserError: names the first file that is gone, cannot be read, has changed, or is new.
     """
-
-    def refuse(path: Path, found: str) -> NoReturn:
-        raise UserError(
-            f"{what} must keep every file as it was written. Received: {path}, {found}. {remedy}"
-        ) from None
-
-    for name in needed:
-        if name not in manifest:
-            raise UserError(
-                f"the manifest of {what} must have every file. Received: {folder}, whose manifest "
-                f"lacks {name}. {remedy}"
-            )
     for name, entry in manifest.items():
         path = folder / name
         try:
             size = path.stat().st_size
+            if size == entry["bytes"] and checksum(path) == entry["sha256"]:
+                continue
+            found = "whose content has changed"
             if size != entry["bytes"]:
-                refuse(path, f"of {size:,} bytes, which had {entry['bytes']:,}")
-            if checksum(path) != entry["sha256"]:
-                refuse(path, "whose content has changed")
+                found = f"of {size:,} bytes, which had {entry['bytes']:,}"
         except FileNotFoundError:
-            refuse(path, "which is gone")
+            found = "which is gone"
         except OSError as error:
-            refuse(path, f"which cannot be read ({error.strerror})")
-
-
-def check_nothing_else(
-    inner: Path, folder: Path, manifest: Mapping[str, Any], what: str, remedy: str
-) -> None:
-    """Refuse a file below ``inner``, which lies in ``folder``, that the manifest does not name.
-
-    Raises:
-        UserError: names the first one.
-    """
-    for path in sorted(inner.rglob("*")):
-        if not path.is_dir() and path.relative_to(folder).as_posix() not in manifest:
-            raise UserError(
-                f"{what} must have no other files in {inner.name}. Received: {path}, which its "
-                f"manifest does not name. Take it out. {remedy}"
-            )
-
-
-def is_manifest(value: Any) -> bool:
-    """Whether a value, read from JSON, has a manifest's form."""
-    return isinstance(value, dict) and all(
-        isinstance(entry, dict)
-        and isinstance(entry.get("bytes"), int)
-        and isinstance(entry.get("sha256"), str)
-        and isinstance(entry.get("rows", 0), int)
-        for entry in value.values()
-    )
+            found = f"which cannot be read ({error.strerror})"
+        raise UserError(
+            f"{what} must keep every file as it was written. Received: {path}, {found}. {remedy}"
+        )
+    for inner in whole:
+        for path in sorted((folder / inner).rglob("[!.]*")):
+            if path.is_file() and path.relative_to(folder).as_posix() not in manifest:
+                raise UserError(
+                    f"{what} must have no other files in {inner}. Received: {path}, which its "
+                    f"manifest does not name. Take it out. {remedy}"
+                )
 
 
 def checksum(path: Path) -> str:

@@ -6,6 +6,7 @@ large as the one that the values were tuned for.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,20 +79,23 @@ def demo(out: Path, *, rows: int = ROWS) -> None:
     from merlin_cowclip.workflows.data.prepare.pipeline import prepare
     from merlin_cowclip.workflows.data.spec import CRITEO
     from merlin_cowclip.workflows.data.synthetic import write_synthetic
-    from merlin_cowclip.workflows.folders import new_folder, refuse_pattern
+    from merlin_cowclip.workflows.folders import refuse_existing, refuse_pattern, remove
     from merlin_cowclip.workflows.study.report import compare
     from merlin_cowclip.workflows.training.configuration import TrainConfig
     from merlin_cowclip.workflows.training.keeping import Keeping
     from merlin_cowclip.workflows.training.train import train
 
     refuse_pattern(out, "demo")
+    refuse_existing(out)
     largest = max(run.batch_size for run in RUNS)
     if rows < 2 * largest:
         raise UserError(
             f"rows must be at least {2 * largest:,}, for batches of {largest:,}. Received: {rows}"
         )
     # In place: the runs name the data's, so that a hidden folder, renamed at the end, would not do.
-    with new_folder(out):
+    out.mkdir(parents=True)
+    with contextlib.ExitStack() as undo:
+        undo.callback(remove, out)
         print(f"Writing {rows:,} rows of synthetic logs in Criteo's format", flush=True)
         truth = write_synthetic(
             "criteo", out / "train.txt.gz", rows=rows, seed=SEED, cardinality=CARDINALITY
@@ -125,6 +129,7 @@ def demo(out: Path, *, rows: int = ROWS) -> None:
             notes=[*(f"{o.name}: {o.what}. {done.result['clip']}" for o, done in pairs), *NOTES],
             levels={"best possible": truth.best_auc},
         )
+        undo.pop_all()
     lines = [
         (
             one.name,

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
-from merlin_cowclip.workflows.launched import launched
+from merlin_cowclip.workflows.errors import AgreedError, Notice, Stopped, UserError
+from merlin_cowclip.workflows.training.ranks import launched, wait_for_the_first
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LONGEST_WORD, _LONGEST = 300, 1000  # characters of a message; a path may be 255 and more
 
 
@@ -52,6 +52,8 @@ def _code_of(error: BaseException, name: str, received: list[int]) -> int:
             what = "interrupted" if end == signal.SIGINT else f"ended by {end.name}"
         if launched().rank == 0:  # a launcher ends all of its processes
             say(f"{name}: {what}")
+        elif isinstance(error, Stopped):
+            wait_for_the_first()
         return 3 if number is None else 128 + number
     if isinstance(error, SystemExit):
         raise error
@@ -62,7 +64,10 @@ def _code_of(error: BaseException, name: str, received: list[int]) -> int:
         where = f": {error.filename}" if error.filename else ""
         error = UserError(f"{error.strerror}{where}. Free some space, or write to another disk")
     if isinstance(error, UserError):
-        say(f"{name}: error: {error}")
+        if isinstance(error, AgreedError) and launched().rank > 0:
+            wait_for_the_first()
+        else:
+            say(f"{name}: error: {error}")
         return error.exit_code
     with contextlib.suppress(OSError):
         traceback.print_exception(error)
@@ -76,10 +81,10 @@ def _notices(name: str) -> Iterator[None]:
     """Within it a notice is a sentence like those that a command ends with."""
 
     def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
-        if issubclass(category, Notice):
-            say(f"{name}: warning: {message}")
-        else:
+        if not issubclass(category, Notice):
             usual(message, category, *where, **more)
+        elif launched().rank == 0:
+            say(f"{name}: warning: {message}")
 
     with warnings.catch_warnings():
         usual = warnings.showwarning

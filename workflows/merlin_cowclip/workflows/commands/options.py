@@ -12,7 +12,8 @@ import click
 
 from merlin_cowclip.plugins.scaling import K
 from merlin_cowclip.workflows.commands import endings
-from merlin_cowclip.workflows.launched import check_alone
+from merlin_cowclip.workflows.errors import AgreedError
+from merlin_cowclip.workflows.training.ranks import launched
 
 PATH = click.Path(path_type=Path)
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -145,8 +146,12 @@ class Command(click.Command):
         """Run it; returns the exit code."""
 
         def work() -> None:
-            if not self._on_ranks:
-                check_alone(str(ctx.info_name))
+            ranks = launched().size
+            if ranks > 1 and not self._on_ranks:
+                raise AgreedError(
+                    f"only train shares its work among several ranks. Received: {ctx.info_name} on "
+                    f"{ranks}. Run it without horovodrun"
+                )
             super(Command, self).invoke(ctx)
 
         return endings.run(ctx.command_path, work)

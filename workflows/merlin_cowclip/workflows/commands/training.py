@@ -40,7 +40,7 @@ from merlin_cowclip.workflows.training.configuration import (
 )
 from merlin_cowclip.workflows.training.keeping import GROUP, Keeping
 from merlin_cowclip.workflows.training.networks import NETWORKS, OPTIONS
-from merlin_cowclip.workflows.training.ranks import agreed, first_speaks, is_first
+from merlin_cowclip.workflows.training.ranks import agreed, is_first
 from merlin_cowclip.workflows.training.stopping import check_minutes
 
 if TYPE_CHECKING:
@@ -109,10 +109,9 @@ def train(**values: Any) -> None:
 
     Learning rates and λ are those tuned at --base-batch-size; --rule scales them to --batch-size.
     """
-    with first_speaks():
-        run = (_begin if values["resume"] is None else _resume)(values)
-        if is_first():
-            _tell(run, brief=values["quiet"])
+    run = (_begin if values["resume"] is None else _resume)(values)
+    if is_first():
+        _tell(run, brief=values["quiet"])
 
 
 def _tell(run: Run, *, brief: bool) -> None:

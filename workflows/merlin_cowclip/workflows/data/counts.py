@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.prepare.statistics import PADDING
@@ -19,44 +18,35 @@ def write_counts(
     folder: Path, field: str, counts: np.ndarray, raw: pa.Array | pa.ChunkedArray
 ) -> None:
     """Write the counts of a field's n IDs, (n,) int64; ``raw`` has the texts of the last ones."""
-    chunks = raw.chunks if isinstance(raw, pa.ChunkedArray) else [raw]
-    texts = [pa.nulls(len(counts) - len(raw), pa.string()), *chunks]
+    texts = [pa.nulls(len(counts) - len(raw), pa.string()), *getattr(raw, "chunks", [raw])]
     ids = np.arange(len(counts), dtype=np.int64)
     table = pa.table({"id": ids, "raw": pa.chunked_array(texts), "count": counts})
     pq.write_table(table, folder / f"{field}.parquet")
 
 
 def read_counts(data: PreparedData, field: str) -> pa.Table:
-    """``id``, ``raw``, ``count`` of a field, row i for ID i.
+    """``id``, ``raw``, ``count`` of a field, row i for ID i; the padding of lists has count 0.
 
     Raises:
         UserError: they do not belong to the training rows.
     """
     path = data.path / "counts" / f"{field}.parquet"
     table = pq.read_table(path, columns=["id", "raw", "count"])
-    occurrences, rows = pc.sum(table["count"]).as_py() or 0, data.rows["train"]
+    counts, rows = table["count"].to_numpy().copy(), data.rows["train"]
     one_hot = field in data.spec.categorical
-    if len(table) != data.cardinalities[field] or (one_hot and occurrences != rows):
+    if len(table) != data.cardinalities[field] or (one_hot and counts.sum() != rows):
         raise UserError(
-            f"{path} is not of these rows ({len(table):,} ids, {occurrences:,} occurrences in "
+            f"{path} is not of these rows ({len(table):,} ids, {counts.sum():,} occurrences in "
             f"{rows:,} rows). Prepare the data again, or name the data it was held out of"
         )
-    return table
-
-
-def read_id_counts(data: PreparedData, field: str) -> pa.Table:
-    """`read_counts` without the padding of lists."""
-    table = read_counts(data, field)
-    return table.slice(PADDING + 1) if field in data.spec.lists else table
+    if not one_hot:
+        counts[PADDING] = 0
+    return table.set_column(2, "count", pa.array(counts))
 
 
 def counts_of_ids(data: PreparedData, fields: Sequence[str]) -> np.ndarray:
-    """Counts by ID of fields of one domain, without the padding of lists."""
-    counts = np.zeros(data.cardinalities[fields[0]], np.int64)
-    for field in fields:
-        table = read_id_counts(data, field)
-        counts[table["id"].to_numpy()] += table["count"].to_numpy()
-    return counts
+    """Counts by ID of fields of one domain."""
+    return np.sum([read_counts(data, field)["count"].to_numpy() for field in fields], axis=0)
 
 
 def occurring_ids(data: PreparedData) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.scaling import K
-from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.data.counts import counts_of_ids, read_id_counts
+from merlin_cowclip.workflows.data.counts import counts_of_ids, read_counts
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
+from merlin_cowclip.workflows.errors import check_whole
+from merlin_cowclip.workflows.folders import all_or_nothing
 from merlin_cowclip.workflows.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -30,78 +30,6 @@ BATCH_SIZES = tuple(K * 2**i for i in range(8))  # 1K to 128K
 MAX_BATCH_SIZE = 1 << 53  # up to which a float holds every whole number
 TOP = (1, 3, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
 PERCENTS = (50, 90, 99)
-
-
-@dataclass(frozen=True, eq=False)
-class CountDistribution:
-    """How many IDs have each count.
-
-    Args:
-        counts: (c,) int64, the distinct positive counts, descending.
-        ids: (c,) int64, the number of IDs with each count.
-    """
-
-    counts: np.ndarray
-    ids: np.ndarray
-
-    @classmethod
-    def of(cls, counts: np.ndarray) -> CountDistribution:
-        """Of the counts of n IDs; zeros are left out."""
-        values, ids = np.unique(counts[counts > 0], return_counts=True)
-        return cls(values[::-1], ids[::-1].astype(np.int64))
-
-    @classmethod
-    def joined(cls, parts: Iterable[CountDistribution]) -> CountDistribution:
-        """Of the IDs of several fields."""
-        ids = pd.concat([pd.Series(p.ids, p.counts) for p in parts]).groupby(level=0).sum()[::-1]
-        return cls(ids.index.to_numpy(), ids.to_numpy())
-
-    @property
-    def total_ids(self) -> int:
-        """Number of distinct IDs."""
-        return int(self.ids.sum())
-
-    @property
-    def occurrences(self) -> int:
-        """Sum of the counts."""
-        return int((self.counts * self.ids).sum())
-
-    @property
-    def median(self) -> float:
-        """Median count."""
-        n = self.total_ids
-        places = np.searchsorted(np.cumsum(self.ids), [(n - 1) // 2, n // 2], side="right")
-        return float(self.counts[places].mean())
-
-    def coverage(self, k: int) -> float:
-        """Share of the occurrences of the k most frequent IDs."""
-        ids = np.concatenate([[0], np.cumsum(self.ids)])
-        held = np.concatenate([[0], np.cumsum(self.counts * self.ids)])
-        return float(np.interp(k, ids, held) / held[-1])
-
-    def ids_to_cover(self, percent: int) -> int:
-        """Number of the most frequent IDs that have that percentage of all occurrences."""
-        held = np.cumsum(self.counts * self.ids)
-        wanted = -(-percent * int(held[-1]) // 100)
-        at = int(np.searchsorted(held, wanted))
-        before = int(held[at] - self.counts[at] * self.ids[at])
-        return int(self.ids[:at].sum()) + -(-(wanted - before) // int(self.counts[at]))
-
-    def rare(self, rows: int, batch_size: int) -> float:
-        """Share of IDs with P(id) = count / rows < 1 / batch_size.
-
-        Such an ID is in s times as many batches of size s·b (equation 1), so its learning rate must
-        not be scaled.
-        """
-        most = (rows - 1) // batch_size  # count · b < rows in integers
-        return float(self.ids[self.counts <= most].sum() / self.total_ids)
-
-    def in_batch(self, rows: int, batch_size: int) -> float:
-        """Expected share of IDs in a batch, the mean of 1 - (1 - P(id))^b (Section 3.1)."""
-        p = np.minimum(self.counts / rows, 1.0)
-        with np.errstate(divide="ignore"):  # log 0 for P = 1
-            present = -np.expm1(float(batch_size) * np.log1p(-p))
-        return float(present @ self.ids / self.total_ids)
 
 
 @dataclass(frozen=True)
@@ -173,7 +101,11 @@ def frequencies(
     the IDs of a shared vocabulary count once: ``ids`` (distinct), ``rows``, ``occurrences``,
     ``count_min``, ``count_median``, ``count_mean``, ``count_max``, ``once`` (share of IDs with
     count 1), ``top_k`` (share of occurrences of the k most frequent IDs), ``ids_for_90`` (number of
-    IDs with 90 % of the occurrences), ``rare_B`` and ``in_batch_B`` (see `CountDistribution`).
+    IDs with 90 % of the occurrences), ``rare_B`` and ``in_batch_B``.
+
+    ``rare_B`` is the share of IDs with P(id) < 1 / B. Such an ID is in s times as many batches of
+    size s·B (equation 1), so its learning rate must not be scaled. ``in_batch_B`` is the expected
+    share of IDs in a batch, the mean of 1 - (1 - P(id))^B (Section 3.1).
 
     ``frequencies.png``: Figure 3 (left), one panel per field.
 
@@ -193,28 +125,32 @@ def frequencies(
     sizes = sorted({int(size) for size in batch_sizes})
     for field in fields or ():
         data.check_field(field)
-    refuse_existing(out)
     rows = data.rows["train"]
-    found: dict[str, CountDistribution] = {}
+    found: dict[str, pd.Series[int]] = {}
     with all_or_nothing(out) as folder:
         with (
             pq.ParquetWriter(folder / TABLE, _LONG) as writer,
             progress_bar("counting", len(data.spec.ids), " fields", show=progress) as bar,
         ):
             for field in data.spec.ids:
-                table = read_id_counts(data, field)
-                found[field] = CountDistribution.of(table["count"].to_numpy())
+                table = read_counts(data, field)
+                found[field] = distribution(table["count"].to_numpy())
                 writer.write_table(_ranked(table, field, rows))
                 bar.update(1)
         lines = [_summary(field, found[field], rows, sizes) for field in data.spec.ids]
-        by_domain = [CountDistribution.of(counts_of_ids(data, domain)) for domain in data.domains]
-        lines.append(_summary(None, CountDistribution.joined(by_domain), rows, sizes))
+        by_domain = pd.concat([distribution(counts_of_ids(data, one)) for one in data.domains])
+        lines.append(_summary(None, by_domain.groupby(level=0).sum()[::-1], rows, sizes))
         summary = pd.DataFrame(lines)
         summary.to_parquet(folder / SUMMARY, index=False)
-        panels = fields or few_middle_most({name: found[name].total_ids for name in found})
+        panels = fields or few_middle_most({name: int(ids.sum()) for name, ids in found.items()})
         figure = plot({field: found[field] for field in panels}, rows, sizes)
         figure.savefig(folder / "frequencies.png")
     return Frequencies(out, summary)
+
+
+def distribution(counts: np.ndarray) -> pd.Series[int]:
+    """How many of n IDs have each count, by descending count; zeros are left out."""
+    return pd.Series(counts[counts > 0]).value_counts().sort_index(ascending=False)
 
 
 def few_middle_most(ids: Mapping[str, int]) -> list[str]:
@@ -224,7 +160,7 @@ def few_middle_most(ids: Mapping[str, int]) -> list[str]:
 
 
 def plot(
-    distributions: Mapping[str, CountDistribution], rows: int, batch_sizes: Sequence[int]
+    distributions: Mapping[str, pd.Series[int]], rows: int, batch_sizes: Sequence[int]
 ) -> Figure:
     """Figure 3 (left): counts by rank; dashed lines at P(id) = 1/B of the least and largest B."""
     from matplotlib.figure import Figure  # without pyplot and its global state
@@ -234,14 +170,13 @@ def plot(
     lines = -(-len(distributions) // columns)
     figure = Figure(figsize=(4 * columns, 3 * lines), dpi=150, layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False).ravel()
-    for panel, (field, distribution) in zip(panels, distributions.items(), strict=False):
-        edges = np.concatenate([[0], np.cumsum(distribution.ids)])
+    for panel, (field, ids) in zip(panels, distributions.items(), strict=False):
+        counts, edges = ids.index.to_numpy(), np.append(0, np.cumsum(ids))
         # IDs of one count are one step: as exact as a bar per ID, and never many.
-        panel.stairs(distribution.counts, edges, baseline=0.5, fill=True, color="tab:blue")
+        panel.stairs(counts, edges, baseline=0.5, fill=True, color="tab:blue")
         # The first of many IDs are narrower than a pixel: a line shows them.
-        steps = [*distribution.counts, distribution.counts[-1]]
-        panel.step(edges, steps, where="post", color="tab:blue", linewidth=1)
-        panel.set(yscale="log", ylim=(0.5, 2 * max(rows, distribution.counts[0])))
+        panel.step(edges, [*counts, counts[-1]], where="post", color="tab:blue", linewidth=1)
+        panel.set(yscale="log", ylim=(0.5, 2 * max(rows, counts[0])))
         panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         for size in sorted({min(batch_sizes), max(batch_sizes)}):
             panel.axhline(rows / size, color="tab:red", linestyle="--", linewidth=1)
@@ -276,24 +211,36 @@ def _ranked(table: pa.Table, field: str, rows: int) -> pa.Table:
 
 
 def _summary(
-    field: str | None, found: CountDistribution, rows: int, batch_sizes: Sequence[int]
+    field: str | None, distribution: pd.Series[int], rows: int, batch_sizes: Sequence[int]
 ) -> dict[str, Any]:
     """One row of ``summary.parquet``."""
-    n = found.total_ids
+    counts, ids = distribution.index.to_numpy(), distribution.to_numpy()
+    upto, held = np.append(0, np.cumsum(ids)), np.append(0, np.cumsum(counts * ids))
+    n, occurrences = int(upto[-1]), int(held[-1])
+    middle = np.searchsorted(upto[1:], [(n - 1) // 2, n // 2], side="right")
+    with np.errstate(divide="ignore"):  # log 0 for P = 1
+        log_absent = np.log1p(-np.minimum(counts / rows, 1.0))
+
+    def ids_for(percent: int) -> int:
+        wanted = -(-percent * occurrences // 100)
+        last = int(np.searchsorted(held, wanted))
+        return int(upto[last] - (held[last] - wanted) // counts[last - 1])
+
     return {
         "field": field,
         "ids": n,
         "rows": rows,
-        "occurrences": found.occurrences,
-        "count_min": int(found.counts[-1]),
-        "count_median": found.median,
-        "count_mean": found.occurrences / n,
-        "count_max": int(found.counts[0]),
-        "once": float(found.ids[found.counts == 1].sum() / n),
-        **{f"top_{k}": found.coverage(k) for k in TOP},
-        **{f"ids_for_{percent}": found.ids_to_cover(percent) for percent in PERCENTS},
-        **{f"rare_{size}": found.rare(rows, size) for size in batch_sizes},
-        **{f"in_batch_{size}": found.in_batch(rows, size) for size in batch_sizes},
+        "occurrences": occurrences,
+        "count_min": int(counts[-1]),
+        "count_median": float(counts[middle].mean()),
+        "count_mean": occurrences / n,
+        "count_max": int(counts[0]),
+        "once": float(ids[counts == 1].sum() / n),
+        **{f"top_{k}": float(np.interp(k, upto, held) / occurrences) for k in TOP},
+        **{f"ids_for_{percent}": ids_for(percent) for percent in PERCENTS},
+        # count · B < rows, in integers
+        **{f"rare_{b}": float(ids[counts <= (rows - 1) // b].sum() / n) for b in batch_sizes},
+        **{f"in_batch_{b}": float(-np.expm1(b * log_absent) @ ids / n) for b in batch_sizes},
     }
 
 

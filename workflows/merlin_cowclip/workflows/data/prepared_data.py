@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.confirmed_workflow import load_confirmed
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.folders import package_versions, write_json
-from merlin_cowclip.workflows.manifest import (
-    check_manifest,
-    checksum,
-    entry_of,
-    manifest_of,
-)
+from merlin_cowclip.workflows.manifest import check_manifest, entry_of, manifest_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
@@ -30,7 +23,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2
 RECORD = "prepare.json"  # written last: without it the folder is not whole
 PARTS = ("train", "test")
-MEMBERS = {*PARTS, "workflow", "counts", "schema.pbtxt", ".merlin"}
+WORKFLOW = "workflow"
 _AGAIN = "Prepare the data again"
 _ADOPT_AGAIN = "Put it back as it was, or adopt it again into another folder"
 
@@ -60,31 +53,20 @@ class PreparedData:
         place = path / RECORD
         try:
             record = json.loads(place.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
-            raise UserError(
-                f"{path} is not a whole prepared folder: it has no {RECORD}, which is written "
-                "last. Write one with 'merlin-cowclip prepare'"
-            ) from None
         except (OSError, ValueError) as error:
-            raise UserError(f"cannot read {place}: {error}. {_AGAIN}") from None
+            raise UserError(
+                f"{path} is not a whole prepared folder: cannot read {RECORD}, which is written "
+                f"last: {error}. {_AGAIN}"
+            ) from None
         if record.get("format") != FORMAT_VERSION:
             raise UserError(
                 f"{place} has format {record.get('format')!r} instead of {FORMAT_VERSION}. Prepare "
                 "the data again with this version"
             )
-        data = cls(path, DatasetSpec.from_dict(record["spec"]), record)
-        needed = ["schema.pbtxt", "workflow/metadata.json", "workflow/workflow.pkl"]
-        needed += [f"counts/{name}.parquet" for name in data.spec.ids]
-        check_manifest(path, record["manifest"], "prepared data", _AGAIN, needed)
-        for state in itertools.chain(*record.get("files", {}).values()):
-            check_unchanged(state)
-        written = {*data.train_files, *data.test_files}
-        for file in itertools.chain(*((path / part).glob("[!.]*.parquet") for part in PARTS)):
-            if file not in written:
-                raise UserError(
-                    f"{file} was not written by prepare. Take it out, or prepare the data with it"
-                )
-        return data
+        check_manifest(path, record["manifest"], "prepared data", _AGAIN, PARTS)
+        for states in record.get("files", {}).values():
+            check_unchanged(states)
+        return cls(path, DatasetSpec.from_dict(record["spec"]), record)
 
     def footers(self, part: str) -> dict[Path, pq.FileMetaData]:
         """The footers of a part's files, in order."""
@@ -177,39 +159,50 @@ class PreparedData:
         Raises:
             UserError: the manifest does not confirm it, or it does not load here.
         """
-        manifest = self.record["manifest"]
-        return load_confirmed(self.path, manifest, "prepared data", f"{_AGAIN}.", trust=trust)
+        from merlin_cowclip.workflows.data.adopt.graph import load_saved
+
+        if not trust:
+            check_workflow(self.path, self.record["manifest"], "prepared data", f"{_AGAIN}.")
+        return load_saved(self.path / WORKFLOW)
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     """Write ``prepare.json``, the last file, with package versions and the manifest; returns it."""
-    others = {path.name for path in folder.iterdir()} - MEMBERS
     record = {
         **record,
         "versions": package_versions(),
         "format": FORMAT_VERSION,
-        "manifest": manifest_of(folder, others),
+        "manifest": manifest_of(folder),
     }
     write_json(folder / RECORD, record)
     return record
 
 
 def file_state(path: Path) -> dict[str, Any]:
-    """Fingerprint of adopted parquet: ``path``, ``mtime_ns`` and an entry of a manifest."""
-    return {"path": str(path), "mtime_ns": path.stat().st_mtime_ns, **entry_of(path)}
+    """Fingerprint of adopted parquet: its absolute ``path`` and an entry of a manifest."""
+    return {"path": str(path), **entry_of(path)}
 
 
-def check_unchanged(state: Mapping[str, Any]) -> None:
-    """Raise UserError if adopted parquet has not the fingerprint that `file_state` took."""
-    path = Path(state["path"])
-    try:
-        now = path.stat()
-        same = (now.st_size, now.st_mtime_ns) == (state["bytes"], state["mtime_ns"])
-        found = "" if same and checksum(path) == state["sha256"] else "has changed"
-    except OSError as error:
-        found = f"cannot be read ({error.strerror})"
-    if found:
-        raise UserError(f"adopted parquet {path} {found}. {_ADOPT_AGAIN}")
+def check_unchanged(states: Iterable[Mapping[str, Any]]) -> None:
+    """Raise UserError if adopted parquet has not the fingerprints that `file_state` took."""
+    manifest = {state["path"]: state for state in states}
+    check_manifest(Path("/"), manifest, "adopted parquet", _ADOPT_AGAIN)
+
+
+def check_workflow(
+    home: Path,
+    manifest: Mapping[str, Mapping[str, Any]],
+    what: str,
+    again: str,
+    trust: str = "workflow(trust=True)",
+) -> None:
+    """Raise UserError if a file of ``home/workflow`` is not as in the manifest.
+
+    ``what`` is the folder's kind ("a run"), ``again`` the remedy, ``trust`` how to load it anyway.
+    """
+    members = {name: m for name, m in manifest.items() if name.startswith(f"{WORKFLOW}/")}
+    remedy = f"{again} Or, if you trust it all the same, whose code loading it runs: {trust}"
+    check_manifest(home, members, what, remedy, [WORKFLOW])
 
 
 def domains_of(

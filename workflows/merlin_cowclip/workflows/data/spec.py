@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from merlin_cowclip.plugins._checks import unsavable_names
-from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.errors import UserError, quoted, shown
+from merlin_cowclip.workflows.errors import UserError, check_whole, quoted
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -113,49 +112,26 @@ class DatasetSpec:
                     raise UserError(f"{key} must be {rule}. Received: {value!r}")
                 if isinstance(value, list):  # from TOML or JSON
                     object.__setattr__(self, key, tuple(value))
-        if self.lists and self.format == "csv" and self.separator == self.list_separator:
-            raise UserError(
-                f"separator and list_separator must differ. Received: {self.separator!r} for both"
-            )
-        self._check_roles()
-        self._check_columns()
-        self._check_rare_ids()
-
-    def _check_roles(self) -> None:
-        if not self.ids:
-            raise UserError("categorical must name at least one column. Received: none (no lists)")
-        role_of = {self.label: "label"}
-        for role in ("categorical", "continuous", "lists"):
-            for field in getattr(self, role):
-                # A field's name becomes a file name (counts/<field>.parquet).
-                if not field or field.startswith(".") or any(c in field for c in "/\\\0\n\r"):
-                    raise UserError(
-                        f"{role} must hold names that can be file names "
-                        f"(not empty, no slash, no leading dot). Received: {field!r}"
-                    )
-                if field in role_of:
-                    raise UserError(
-                        f"a column must have one role. Received: {field!r} as "
-                        f"{role_of[field]} and as {role}"
-                    )
-                role_of[field] = role
-        if self.split.column in self.lists:
-            raise UserError(f"split.column must not be a list. Received: {self.split.column!r}")
-
-    def _check_columns(self) -> None:
         if (self.columns is None) == (self.format == "csv" and not self.header):
             raise UserError(
                 "columns must be given for format csv with header false, and only there. Received: "
                 f"{self.columns and quoted(self.columns)}"
             )
-        if self.columns is None:
-            return
-        wanted = {self.label, *self.fields, *filter(None, [self.split.column])}
-        twice = {c for c in self.columns if self.columns.count(c) > 1}
-        if wrong := sorted(wanted - {*self.columns} | twice):
+        self._check_roles()
+        self._check_rare_ids()
+
+    def _check_roles(self) -> None:
+        if not self.ids:
+            raise UserError("categorical must name at least one column. Received: none (no lists)")
+        names = [self.label, *self.fields]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise UserError(f"a column must have one role. Received: {quoted(twice)} in several")
+        # A field's name becomes a file name (counts/<field>.parquet).
+        bad = [f for f in self.fields if not f or f[0] == "." or {*f} & {*"/\\\0\n\r"}]
+        if bad:
             raise UserError(
-                "columns must hold the label, every field and the split's column, each column "
-                f"once. Missing or twice: {quoted(wrong)}. Received: {quoted(self.columns)}"
+                "fields must have names that can be file names (not empty, no slash, no leading "
+                f"dot). Received: {quoted(bad)}"
             )
 
     def _check_rare_ids(self) -> None:
@@ -198,13 +174,13 @@ class DatasetSpec:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DatasetSpec:
         """A spec from JSON values; raises UserError for a key or value that is not valid."""
-        _check_keys(values, cls, required=("name", "label"))
-        given = {"categorical": (), **values}
-        split = given.get("split", Split())
-        if isinstance(split, Mapping):
-            _check_keys(split, Split, required=("kind", "test"), place="split.")
-            given["split"] = Split(**split)
-        return cls(**given)
+        split = values.get("split", {})
+        try:
+            split = Split(**split) if isinstance(split, Mapping) else split
+            return cls(**{"categorical": (), **values, "split": split})
+        except TypeError as error:
+            found = str(error).split("() ")[-1]  # behind the name of a function
+            raise UserError(f"a key is unknown or missing: {found}") from None
 
     @classmethod
     def from_toml(cls, path: str | Path) -> DatasetSpec:
@@ -215,12 +191,8 @@ class DatasetSpec:
         """
         try:
             return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
-        except OSError as error:
-            raise UserError(
-                f"cannot read the specification {shown(path)}: {error.strerror}"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} is not valid TOML: {error}") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"cannot read {path} as TOML: {error}") from None
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
 
@@ -290,7 +262,7 @@ def find_spec(name_or_path: str | Path) -> DatasetSpec:
         return DatasetSpec.from_toml(key)
     raise UserError(
         f"data set must be one of {quoted(sorted(SPECS))}, or the path of a .toml file. "
-        f"Received: {shown(repr(key))}"
+        f"Received: {key!r}"
     )
 
 
@@ -306,13 +278,3 @@ def check_input_names(spec: DatasetSpec) -> None:
             "0-9 _ . -, a letter or digit first, not a word of Python's, and different but for "
             f"_ . - or capitals. Received: {quoted(refused)}. Rename them where the data comes from"
         )
-
-
-def _check_keys(
-    values: Mapping[str, Any], kind: type, *, required: Sequence[str], place: str = ""
-) -> None:
-    known = [field.name for field in dataclasses.fields(kind)]
-    if unknown := [place + key for key in values if key not in known]:
-        raise UserError(f"a key must be one of {quoted(known)}. Received: {quoted(unknown)}")
-    if missing := [place + key for key in required if key not in values]:
-        raise UserError(f"{quoted(missing)} must be given. Received: {quoted(values) or 'nothing'}")

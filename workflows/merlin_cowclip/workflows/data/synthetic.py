@@ -18,10 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.spec import AVAZU, CRITEO, DatasetSpec
-from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
+from merlin_cowclip.workflows.errors import UserError, check_whole
+from merlin_cowclip.workflows.folders import all_or_nothing, write_json
 
 CHUNK_ROWS = 200_000  # drawn and written at a time: bounds the memory
 CALIBRATION_ROWS = 100_000
@@ -55,20 +54,22 @@ class SyntheticTruth:
     best_log_loss: float
 
 
-class _IdField(NamedTuple):
-    name: str
-    size: float  # the field draws from cardinality ** size IDs
-    missing: float = 0.0
-    values: Sequence[str] = ()  # these texts instead of 8 hex digits
-    first: int | None = None  # or the integers from here on
-
-
 class _Log(NamedTuple):
+    """What a log looks like, by the names of its columns."""
+
     spec: DatasetSpec
     click_rate: float
-    ids: Sequence[_IdField]
     paired: Sequence[str]  # fields with hidden vectors: of medium size, so that they can be learned
+    sizes: Mapping[str, float]  # a field draws from cardinality ** size IDs of 8 hex digits,
+    texts: Mapping[str, str] = {}  # or these texts,
+    first: Mapping[str, int] = {}  # or integers from here on
+    missing: Mapping[str, float] = {}  # share of missing IDs
     numbers: Mapping[str, tuple[float, ...]] = {}  # median and spread, log-normal; share missing
+
+    @property
+    def ids(self) -> list[str]:
+        """The fields that are drawn."""
+        return [n for n in self.spec.categorical if n in self.sizes or n in self.texts]
 
 
 # Sizes: logarithms of Criteo Kaggle's distinct IDs per field, over the largest one's.
@@ -76,52 +77,40 @@ _CRITEO_SIZES = (
     *(0.45, 0.39, 1.0, 0.91, 0.36, 0.20, 0.59, 0.40, 0.07, 0.71, 0.54, 0.99, 0.50),
     *(0.21, 0.60, 0.96, 0.14, 0.54, 0.48, 0.09, 0.98, 0.18, 0.17, 0.78, 0.29, 0.74),
 )
-_CRITEO_MISSING = {"C3": 0.03, "C4": 0.03, "C6": 0.12, "C19": 0.44, "C20": 0.44, "C22": 0.76}
 _CRITEO_NUMBERS = (
     *((2, 1.2, 0.45), (12, 1.8, 0.0), (7, 1.3, 0.22), (5, 1.0, 0.22), (3000, 2.0, 0.03)),
     *((35, 1.4, 0.22), (4, 1.4, 0.04), (8, 0.9, 0.0), (40, 1.3, 0.04), (1, 0.6, 0.45)),
     *((2, 0.9, 0.04), (1, 1.0, 0.77), (5, 1.0, 0.22)),
 )
-_AVAZU_SIZES = {
-    **{"site_id": 0.55, "site_domain": 0.58, "site_category": 0.21},
-    **{"app_id": 0.60, "app_domain": 0.42, "app_category": 0.23},
-    **{"device_id": 0.95, "device_ip": 1.0, "device_model": 0.59},
-    **{"C14": 0.51, "C17": 0.42, "C19": 0.29, "C20": 0.36, "C21": 0.28},
-}
-_AVAZU_FIRST = {"C14": 375, "C17": 112, "C19": 33, "C20": 100_000, "C21": 1}
-_AVAZU_VALUES = {
-    "C1": "1005 1002 1010 1012 1007 1001 1008",
-    "banner_pos": "0 1 7 2 4 5 3",
-    "device_type": "1 0 4 5 2",
-    "device_conn_type": "0 2 3 5",
-    "C15": "320 300 216 728 120 1024 480 768",
-    "C16": "50 250 36 480 90 20 768 320 1024",
-    "C18": "0 3 2 1",
-}
 _LOGS = {
     "criteo": _Log(
         CRITEO,
-        0.25,
-        [
-            _IdField(name, size, _CRITEO_MISSING.get(name, 0.0))
-            for name, size in zip(CRITEO.categorical, _CRITEO_SIZES, strict=True)
-        ],
-        ("C2", "C5", "C8", "C14", "C25"),
-        dict(zip(CRITEO.continuous, _CRITEO_NUMBERS, strict=True)),
+        click_rate=0.25,
+        paired=("C2", "C5", "C8", "C14", "C25"),
+        sizes=dict(zip(CRITEO.categorical, _CRITEO_SIZES, strict=True)),
+        missing={"C3": 0.03, "C4": 0.03, "C6": 0.12, "C19": 0.44, "C20": 0.44, "C22": 0.76},
+        numbers=dict(zip(CRITEO.continuous, _CRITEO_NUMBERS, strict=True)),
     ),
-    "avazu": _Log(
+    "avazu": _Log(  # hour is not drawn: it runs through ten days, as in the real file
         AVAZU,
-        0.17,
-        [  # hour is not drawn: it runs through ten days, as in the real file
-            _IdField(
-                name,
-                _AVAZU_SIZES.get(name, 0),
-                values=_AVAZU_VALUES.get(name, "").split(),
-                first=_AVAZU_FIRST.get(name),
-            )
-            for name in AVAZU.categorical[1:]
-        ],
-        ("site_category", "app_category", "app_domain", "C17", "C21"),
+        click_rate=0.17,
+        paired=("site_category", "app_category", "app_domain", "C17", "C21"),
+        sizes={
+            **{"site_id": 0.55, "site_domain": 0.58, "site_category": 0.21},
+            **{"app_id": 0.60, "app_domain": 0.42, "app_category": 0.23},
+            **{"device_id": 0.95, "device_ip": 1.0, "device_model": 0.59},
+            **{"C14": 0.51, "C17": 0.42, "C19": 0.29, "C20": 0.36, "C21": 0.28},
+        },
+        texts={
+            "C1": "1005 1002 1010 1012 1007 1001 1008",
+            "banner_pos": "0 1 7 2 4 5 3",
+            "device_type": "1 0 4 5 2",
+            "device_conn_type": "0 2 3 5",
+            "C15": "320 300 216 728 120 1024 480 768",
+            "C16": "50 250 36 480 90 20 768 320 1024",
+            "C18": "0 3 2 1",
+        },
+        first={"C14": 375, "C17": 112, "C19": 33, "C20": 100_000, "C21": 1},
     ),
 }
 _AVAZU_HOURS = [f"1410{day}{hour:02d}" for day in range(21, 31) for hour in range(24)]
@@ -157,17 +146,14 @@ def write_synthetic(
     check_whole("rows", rows, 100)
     check_whole("seed", seed, 0)
     check_whole("cardinality", cardinality, 10)
-    for file in (path, truth_path):
-        refuse_existing(file, "file")
-    world = _World(_LOGS[dataset], seed, cardinality)
-    spec, labels, probabilities = world.log.spec, [], []
-    names = spec.columns or ("id", spec.label, *spec.categorical)
     with (
         all_or_nothing(path, "file") as log_file,
         all_or_nothing(truth_path, "file") as truth_file,
     ):
-        compression = "gzip" if path.suffix == ".gz" else None
-        with pa.output_stream(str(log_file), compression=compression) as sink:
+        world = _World(_LOGS[dataset], seed, cardinality)
+        spec, labels, probabilities = world.log.spec, [], []
+        names = spec.columns or ("id", spec.label, *spec.categorical)
+        with pa.output_stream(str(log_file)) as sink:
             if spec.header:
                 sink.write((spec.separator.join(names) + "\n").encode())
             for chunk, start in enumerate(range(0, rows, CHUNK_ROWS)):
@@ -183,31 +169,27 @@ def write_synthetic(
                     hours = (np.arange(start, start + n) * len(_AVAZU_HOURS)) // rows
                     columns["hour"] = pa.array(_AVAZU_HOURS).take(pa.array(hours))
                     columns["id"] = pa.array(random.integers(10**16, 2**64 - 1, n, dtype=np.uint64))
-                _write_lines([columns[name] for name in names], spec.separator, sink)
+                sink.write(_lines([columns[name] for name in names], spec.separator))
         truth = _truth(np.concatenate(labels), np.concatenate(probabilities))
         found = SyntheticTruth(dataset, rows, seed, cardinality, *truth)
         write_json(truth_file, dataclasses.asdict(found))
     return found
 
 
-def _write_lines(columns: Sequence[pa.Array], separator: str, sink: pa.NativeFile) -> None:
+def _lines(columns: Sequence[pa.Array], separator: str) -> bytes:
     """One line per row, nothing quoted (which Arrow's own CSV writer can from version 11 on)."""
     cells = [column.cast(pa.string()) for column in columns]
-    lines = pc.binary_join_element_wise(
-        *cells, separator, null_handling="replace", null_replacement=""
-    )
-    together = pa.ListArray.from_arrays(pa.array([0, len(lines)], pa.int32()), lines)
-    sink.write(pc.binary_join(together, "\n")[0].as_buffer())
-    sink.write(b"\n")
+    nulls = {"null_handling": "replace", "null_replacement": ""}
+    lines = pc.binary_join_element_wise(*cells, separator, **nulls).to_pylist()
+    return "\n".join([*lines, ""]).encode()
 
 
 def _truth(labels: np.ndarray, probabilities: np.ndarray) -> tuple[float, float, float]:
     """Click rate, AUC and log loss."""
     from sklearn.metrics import log_loss, roc_auc_score
 
-    auc = roc_auc_score(labels, probabilities) if labels.min() != labels.max() else 0.5
     loss = log_loss(labels, probabilities.astype(np.float64), labels=[0, 1])
-    return float(labels.mean()), float(auc), float(loss)
+    return float(labels.mean()), float(roc_auc_score(labels, probabilities)), float(loss)
 
 
 class _Planted(NamedTuple):
@@ -235,19 +217,20 @@ class _World:
         self.factor, self.intercept = _calibrate(self._effect(effects), log.click_rate)
 
     def _plant(self, number: int, cardinality: int, random: np.random.Generator) -> _Planted:
-        field = self.log.ids[number]
-        size = len(field.values) or max(3, round(cardinality**field.size))
-        values: Sequence[str] | np.ndarray = list(field.values)
-        if not field.values:
-            first = field.first
-            values = _hex(number, size) if first is None else np.arange(first, first + size)
+        log, name = self.log, self.log.ids[number]
+        values: Any = log.texts.get(name, "").split()
+        size = len(values) or max(3, round(cardinality ** log.sizes[name]))
+        if name in log.first:
+            values = np.arange(log.first[name], log.first[name] + size)
+        elif not values:
+            values = _hex(number, size)
         # Zipf, flattened at the head so that no single id is the whole field.
         share = (np.arange(size) + 3.0) ** -random.uniform(1.05, 1.3)
         share /= share.sum()
         # An id too rare to be learnt has a small effect, else no model could near the best AUC.
         learnable = share / (share + 3e-4)
         weights, vectors = random.normal(size=size + 1) * np.append(learnable, 1.0), None
-        if field.name in self.log.paired:
+        if name in log.paired:
             vectors = random.normal(size=(size + 1, LATENT_DIM))
             vectors *= np.append(learnable, 0.0)[:, None]
             # Centred: a pair's effect is none of either id alone, so linear models miss it.
@@ -265,13 +248,13 @@ class _World:
         """The columns of ``n`` rows, and their effects by kind, (3, n)."""
         columns, effects = {}, np.zeros((3, n))
         total, own = np.zeros((n, LATENT_DIM)), np.zeros(n)
-        for field, planted in zip(self.log.ids, self.planted, strict=True):
+        for name, planted in zip(self.log.ids, self.planted, strict=True):
             texts, cumulative, weights, of_ids = planted
             places = np.searchsorted(cumulative, random.random(n))
             places = np.minimum(places, len(texts) - 1)  # the sum of shares may end below 1
-            if field.missing:
-                places[random.random(n) < field.missing] = len(texts)
-            columns[field.name] = texts.take(pa.array(places, mask=places == len(texts)))
+            if name in self.log.missing:
+                places[random.random(n) < self.log.missing[name]] = len(texts)
+            columns[name] = texts.take(pa.array(places, mask=places == len(texts)))
             effects[0] += weights[places]
             if of_ids is not None:
                 vectors = of_ids[places]

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.counts import read_counts
 from merlin_cowclip.workflows.data.prepare.executor import THREADS
 from merlin_cowclip.workflows.data.prepare.fit import write_ids
 from merlin_cowclip.workflows.data.prepare.statistics import MISSING, PADDING, UNKNOWN, IdStatistics
 from merlin_cowclip.workflows.data.prepared_data import PreparedData, write_record
-from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
+from merlin_cowclip.workflows.errors import UserError, check_whole
+from merlin_cowclip.workflows.folders import all_or_nothing
 from merlin_cowclip.workflows.progress import progress_bar
 
 
@@ -56,12 +54,11 @@ def keep_top_ids(
             f"Received: {data.path}, an adopted pipeline. Prepare its raw logs, or give Categorify "
             "a max_size of K + 3"
         )
-    refuse_existing(out)
-    kept = {field: _top(read_counts(data, field), int(k)) for field in data.spec.ids}
-    encode = {field: ids.encode for field, ids in kept.items()}
     # What a threshold left is among the kept ids, or unknown.
     spec = dataclasses.replace(data.spec, freq_threshold=0, hash_buckets=1)
     with all_or_nothing(out) as folder:
+        kept = {field: _top(read_counts(data, field), int(k)) for field in data.spec.ids}
+        encode = {field: ids.encode for field, ids in kept.items()}
         for field, ids in kept.items():
             write_ids(folder, field, ids)
         # Categorify's max_size says that the unknown id is trained; 0: it is not.
@@ -70,14 +67,13 @@ def keep_top_ids(
         save_fitted_workflow(spec, folder, ranges, max_size=sizes, missing_as_unknown=gone)
         for part, files in (("train", data.train_files), ("test", data.test_files)):
             (folder / part).mkdir()
+            rewrite = functools.partial(_rewrite, folder=folder / part, encode=encode)
             with (
-                progress_bar(part, data.rows[part], show=progress) as bar,
+                progress_bar(part, len(files), " files", show=progress) as bar,
                 ThreadPoolExecutor(THREADS) as pool,
             ):
-                rewrite = functools.partial(
-                    _rewrite, folder=folder / part, encode=encode, advance=bar.update
-                )
-                list(pool.map(rewrite, files))
+                for _ in pool.map(rewrite, files):
+                    bar.update()
         record = {
             **data.record,
             "spec": spec.to_dict(),
@@ -106,9 +102,7 @@ def _top(table: pa.Table, k: int) -> IdStatistics:
     return IdStatistics(texts, by_id.astype(np.int64), encode)
 
 
-def _rewrite(
-    source: Path, folder: Path, encode: Mapping[str, np.ndarray], advance: Callable[[int], Any]
-) -> None:
+def _rewrite(source: Path, folder: Path, encode: Mapping[str, np.ndarray]) -> None:
     """The same file, row groups and rows, with other ids."""
     with (
         pq.ParquetFile(source) as file,
@@ -125,4 +119,3 @@ def _rewrite(
                         ids = pa.ListArray.from_arrays(old.offsets, ids)
                     rows = rows.set_column(i, column, ids.cast(column.type))
             writer.write_table(rows, row_group_size=max(1, len(rows)))
-            advance(len(rows))

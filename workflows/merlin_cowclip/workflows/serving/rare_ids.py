@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.workflows.data.counts import read_counts
-from merlin_cowclip.workflows.data.prepare.statistics import PADDING, UNKNOWN, hash_bucket
+from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN, hash_bucket
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.progress import progress_bar
@@ -79,9 +79,7 @@ def rare_ids(data: PreparedData, percent: float) -> RareIds:
             elif buckets > 1:
                 texts = table["raw"].filter(raw).combine_chunks()
                 answers[field][raw] += hash_bucket(texts, buckets)
-            occurs = table["count"].to_numpy() * 1
-            occurs[PADDING] *= field not in data.spec.lists
-            count, is_rare = count + occurs, is_rare & raw
+            count, is_rare = count + table["count"].to_numpy(), is_rare & raw
         counts.append(count)
         rare.append(is_rare)
     occurs, is_rare = np.concatenate(counts), np.concatenate(rare)

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from merlin_cowclip.workflows.errors import UserError, quoted, shown
-from merlin_cowclip.workflows.manifest import check_manifest, check_nothing_else, is_manifest
+from merlin_cowclip.workflows.errors import UserError, quoted
+from merlin_cowclip.workflows.manifest import check_manifest
 from merlin_cowclip.workflows.quiet import quiet_operators
 
 RECORD = "export.json"  # written last; Triton reads folders only
 ENTRY = "executor_model"  # the model that clients call
+ENSEMBLE = f"{ENTRY}/1/ensemble"
 FORMAT = 2
 _AGAIN = "Export the run again"
 
@@ -43,12 +44,10 @@ class Repository:
         path = Path(path)
         try:
             record = json.loads((path / RECORD).read_text(encoding="utf-8"))
-            version, manifest = record["format"], record["manifest"]
+            version = record["format"]
         except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
-            raise UserError(
-                f"{shown(path)} is not a model repository: {error!r}. {_AGAIN}"
-            ) from None
-        if version != FORMAT or not is_manifest(manifest):
+            raise UserError(f"{path} is not a model repository: {error!r}. {_AGAIN}") from None
+        if version != FORMAT:
             raise UserError(
                 f"{path / RECORD} has format {version!r}; this version reads format "
                 f"{FORMAT}. {_AGAIN}"
@@ -66,12 +65,11 @@ class Repository:
         Raises:
           UserError: the manifest does not confirm a file, or the extra is not installed.
         """
-        folder, what = self.path / ENTRY / "1/ensemble", "a model repository"
+        folder = self.path / ENSEMBLE
         if not trust:
-            manifest = self.record["manifest"]
             remedy = f"{_AGAIN}, or, if you trust its code: ensemble(trust=True)"
-            check_manifest(self.path, manifest, what, remedy, (f"{ENTRY}/1/ensemble/ensemble.pkl",))
-            check_nothing_else(folder, self.path, manifest, what, remedy)
+            manifest = self.record["manifest"]
+            check_manifest(self.path, manifest, "a model repository", remedy, [ENSEMBLE])
         from merlin_cowclip.workflows.data.adopt.graph import nodes
         from merlin_cowclip.workflows.serving import merlin_systems as systems
 
@@ -100,8 +98,7 @@ class Repository:
         found = list(frame.columns)
         if bad := [name for name in self.record["columns"] if found.count(name) != 1]:
             raise UserError(
-                f"rows must have each of the columns {quoted(bad, brief=True)} once. Add or rename "
-                "columns"
+                f"rows must have each of the columns {quoted(bad)} once. Add or rename columns"
             )
         return scored(self.ensemble(trust=trust), frame)
 

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.plugins._text import format_table
-from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
-from merlin_cowclip.workflows.errors import Stopped, UserError
+from merlin_cowclip.workflows.errors import Stopped, UserError, check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_pattern, write_json
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports

@@ -21,12 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
-from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
+from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError, check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
-from merlin_cowclip.workflows.machine import memory_limit
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.configuration import TuneConfig
@@ -54,6 +52,7 @@ from merlin_cowclip.workflows.training.stopping import Stopping
 
 with quiet_imports():
     import optuna
+    from distributed.system import MEMORY_LIMIT
     from optuna.trial import FrozenTrial, TrialState
     from sqlalchemy.pool import NullPool
 
@@ -181,7 +180,7 @@ class Trainers:
         if trainer is None:
             # As `check_trainable` counts them: what was kept takes half of the memory at most.
             size = self._rows.table_rows * ((config.embedding_dim or 0) + 1) * 3 * 4
-            while len(self._kept) >= min(_STEPS, max(memory_limit() // (2 * size), 1)):
+            while len(self._kept) >= min(_STEPS, max(MEMORY_LIMIT // (2 * size), 1)):
                 del self._kept[next(iter(self._kept))]
             gc.collect()
             tf.keras.backend.clear_session()

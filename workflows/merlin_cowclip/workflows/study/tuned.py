@@ -12,7 +12,7 @@ from typing import Any
 
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.errors import UserError, clipped, shown
+from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import columns_of, identity_of
@@ -82,7 +82,7 @@ def _read(path: Path, name: str) -> dict[str, Any]:
         if name != RECORD:
             how = f"Resume it: {how_to_resume(path, read_record(path)['data'])}"
         raise UserError(
-            f"a tune must be a folder with {name}. Received: {shown(path)}, no tune, or one that "
+            f"a tune must be a folder with {name}. Received: {path}, no tune, or one that "
             f"did not end. {how}"
         )
     return dict(json.loads((path / name).read_text(encoding="utf-8")))

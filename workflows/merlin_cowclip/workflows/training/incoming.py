@@ -204,7 +204,7 @@ class _RawParquet(_EncodedParquet):
             if missing := inference.missing(there) or gone:
                 raise UserError(
                     f"{path} lacks columns that the workflow needs, or that {self.files[0]} has: "
-                    f"{quoted(missing, brief=True)} (it has {quoted(there, brief=True)})"
+                    f"{quoted(missing)} (it has {quoted(there)})"
                 )
         self._look_for_labels({path: inference.has_label(n) for path, n in names.items()})
         none = inference.of_label is None

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from merlin_cowclip.plugins._tensorflow import Schema, tf
-from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.training.order import Order
 from merlin_cowclip.workflows.training.rows import Block, Reader, blocks, list_keys
 

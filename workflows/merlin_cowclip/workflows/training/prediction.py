@@ -13,11 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from merlin_cowclip.plugins._tensorflow import mm, tf
-from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.adopt.validate import prefetch
 from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.errors import Notice, UserError, quoted, shown
+from merlin_cowclip.workflows.errors import Notice, UserError, check_whole, quoted
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.evaluation import (
@@ -72,7 +71,7 @@ def predict_logs(
     """
     out = Path(out)
     if out.suffix != ".parquet":
-        raise UserError(f"output file must be named *.parquet. Received: {shown(out)}. Name it so")
+        raise UserError(f"output file must be named *.parquet. Received: {out}. Name it so")
     refuse_existing(out, "file")
     check_whole("batch size", batch_size, 1)
     incoming = open_incoming(run, inputs, raw=raw, trust_workflow=trust_workflow)
@@ -158,7 +157,7 @@ class _UnknownIds:
         fields = [name for name, unknown in self._unknown.items() if unknown >= ENOUGH]
         if fields:
             warnings.warn(
-                f"the run knows no id of {quoted(fields, brief=True)} in these rows: all count as "
+                f"the run knows no id of {quoted(fields)} in these rows: all count as "
                 "unknown. Later times do; others may be written otherwise than in the run's own "
                 "data, or be of another type",
                 Notice,

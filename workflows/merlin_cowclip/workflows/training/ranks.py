@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import signal
 import sys
-import warnings
+import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from merlin_cowclip.workflows.errors import AgreedError, Notice, Stopped, UserError, clipped
-from merlin_cowclip.workflows.launched import launched, refuse_together, wait_for_the_first
+from merlin_cowclip.workflows.errors import AgreedError, UserError, clipped
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
@@ -20,6 +21,32 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 _ALIKE = ("data_sha256", "cardinalities", "spec", "identity", "precision", "versions")
+_VARIABLES = (
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # horovodrun's and one's own mpirun
+)
+PATIENCE = 20  # seconds for the first process to say its sentence
+
+
+class Place(NamedTuple):
+    """Which of several processes this is."""
+
+    rank: int
+    size: int
+
+
+def launched() -> Place:
+    """This process among those of horovodrun or mpirun; alone without them."""
+    for rank, size in _VARIABLES:
+        if rank in os.environ and size in os.environ:
+            return Place(int(os.environ[rank]), int(os.environ[size]))
+    return Place(0, 1)
+
+
+def wait_for_the_first() -> None:
+    """Wait for the end of the first process, at which the launcher ends the others by SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(PATIENCE)
 
 
 @functools.cache
@@ -30,7 +57,7 @@ def here() -> Ranks:
         from merlin_cowclip.plugins.distributed.horovod import ranks
     found = ranks()
     if found.size == 1 < launched().size:
-        refuse_together(
+        raise AgreedError(
             "several ranks need Horovod with TensorFlow and their launcher's network. Received: "
             f"{launched().size} processes that know nothing of each other. Install "
             "'merlin-cowclip[horovod]', as docs/scaling.md says, or run one process"
@@ -97,22 +124,6 @@ def mean_over_ranks(values: np.ndarray) -> np.ndarray:
 
     gathered: np.ndarray = all_gather(values[None])
     return gathered.mean(axis=0)
-
-
-@contextlib.contextmanager
-def first_speaks() -> Iterator[None]:
-    """For a command: what all ranks refuse is said once; the others wait for that, and end so."""
-    try:
-        with warnings.catch_warnings():
-            if not is_first():
-                warnings.simplefilter("ignore", Notice)
-            yield
-    except (AgreedError, Stopped) as error:
-        if not is_first():
-            wait_for_the_first()
-        if is_first() or isinstance(error, Stopped):
-            raise
-        raise SystemExit(2) from None
 
 
 def check_offered(config: TrainConfig) -> None:

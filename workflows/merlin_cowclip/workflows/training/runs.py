@@ -7,18 +7,17 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.workflows.data.confirmed_workflow import check_workflow, load_confirmed
-from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD, PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD, PreparedData, check_workflow
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.errors import UserError, shown
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import package_versions, refuse_pattern
-from merlin_cowclip.workflows.machine import processor
 from merlin_cowclip.workflows.manifest import check_manifest, checksum
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
@@ -114,7 +113,13 @@ def environment(*others: str) -> dict[str, Any]:
         details(device).get("device_name", device.name)  # which is a number among them alone
         for device in tf.config.list_physical_devices("GPU")
     ]
-    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "processor": processor()}
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    cpu = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    machine = {
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "processor": cpu[1] if cpu else platform.processor(),
+    }
     return {
         "versions": package_versions("merlin-models", "tensorflow", *others),
         "machine": {**machine, "gpus": gpus},
@@ -197,7 +202,7 @@ class Run:
         if not os.path.isfile(path / CONFIG):
             is_data = os.path.isfile(path / RECORD)
             raise UserError(
-                f"a run must be a folder that train wrote. Received: {shown(path)}"
+                f"a run must be a folder that train wrote. Received: {path}"
                 f"{', prepared data: the run is named first' * is_data}"
             )
         if not (path / RESULT).exists():
@@ -216,7 +221,7 @@ class Run:
                 f"{path / RESULT} must be JSON as it was written. Received: {why}. {_AGAIN}"
             ) from None
         rest = {n: entry for n, entry in manifest.items() if not n.startswith("workflow/")}
-        check_manifest(path, rest, "a run", _AGAIN, (CONFIG,))
+        check_manifest(path, rest, "a run", _AGAIN)
         if not trust_workflow:
             trust = "Run.open(…, trust_workflow=True), --trust-workflow"
             check_workflow(path, manifest, "a run", _AGAIN, trust)
@@ -345,7 +350,11 @@ class Run:
         Raises:
           UserError: it does not load; or the manifest does not confirm all of it, unless `trust`.
         """
-        return load_confirmed(self.path, self.result["manifest"], "a run", _AGAIN, trust=trust)
+        from merlin_cowclip.workflows.data.adopt.graph import load_saved
+
+        if not trust:
+            check_workflow(self.path, self.result["manifest"], "a run", _AGAIN)
+        return load_saved(self.path / "workflow")
 
     def inference(self, *, trust: bool = False) -> InferenceWorkflow:
         """The workflow of an adopted pipeline, for raw rows; raises as `workflow`."""

@@ -24,7 +24,6 @@ from merlin_cowclip.workflows.folders import (
     remove,
     write_json,
 )
-from merlin_cowclip.workflows.machine import gibibytes, memory_limit
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
@@ -53,6 +52,8 @@ from merlin_cowclip.workflows.training.runs import (
 from merlin_cowclip.workflows.training.stopping import Stopping, check_minutes
 
 with quiet_imports():
+    from distributed.system import MEMORY_LIMIT
+
     from merlin_cowclip.plugins import CowClipOptimizer, save_model, whole_tables
     from merlin_cowclip.plugins._tensorflow import mm, tf
     from merlin_cowclip.workflows.training.checkpoint import Checkpoints
@@ -102,12 +103,12 @@ def check_trainable(
     )
     rows = data.table_rows // (ranks.size if config.tables == "sharded" else 1)
     # float32: the weights, and Adam's m and v
-    size, limit = rows * ((config.embedding_dim or 0) + 1) * 3 * 4, memory_limit()
-    if size > limit // ranks.local_size and not tf.config.list_physical_devices("GPU"):
+    size = rows * ((config.embedding_dim or 0) + 1) * 3 * 4
+    if size > MEMORY_LIMIT // ranks.local_size and not tf.config.list_physical_devices("GPU"):
         warnings.warn(
-            f"the embedding tables with Adam's slots take {gibibytes(size)}; the memory is "
-            f"{gibibytes(limit)}. Choose a smaller embedding_dim, or a higher freq_threshold in "
-            "prepare",
+            f"the embedding tables with Adam's slots take {size / 2**30:,.1f} GiB; the memory is "
+            f"{MEMORY_LIMIT / 2**30:,.1f} GiB. Choose a smaller embedding_dim, or a higher "
+            "freq_threshold in prepare",
             Notice,
             stacklevel=2,
         )

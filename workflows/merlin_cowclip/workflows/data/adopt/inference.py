@@ -95,7 +95,7 @@ class InferenceWorkflow:
     def encode(self, columns: Mapping[str, Any], where: object) -> pd.DataFrame:
         """The same, of as many rows as the workflow keeps."""
         if missing := self.missing(list(columns)):
-            raise UserError(f"{where} lacks columns of the workflow: {quoted(missing, brief=True)}")
+            raise UserError(f"{where} lacks columns of the workflow: {quoted(missing)}")
         rows = len(next(iter(columns.values())))
         frame = {}
         for name, kind in self.types.items():
@@ -110,7 +110,7 @@ class InferenceWorkflow:
             raise
         except Exception as error:  # whatever the user's own operators raise
             cause = error.__cause__ or error
-            filled = quoted((name for name in frame if name not in columns), brief=True)
+            filled = quoted(name for name in frame if name not in columns)
             hint = f" ({filled}, missing, was filled)" if filled else ""
             raise UserError(
                 f"the workflow fails on {where}{hint}: {type(cause).__name__}: "
@@ -122,7 +122,7 @@ def why_not_raw(workflow: nvt.Workflow, fields: Mapping[str, Column]) -> str | N
     """Why raw rows cannot be encoded one by one by a workflow, as a sentence; None if they can."""
     if hashed := [name for name, column in fields.items() if column.is_hashed]:
         return (
-            f"NVTabular hashed ids of {quoted(hashed, brief=True)}, and its hash on a CPU depends "
+            f"NVTabular hashed ids of {quoted(hashed)}, and its hash on a CPU depends "
             "on the row number. Fit without HashBucket, HashedCross and num_buckets"
         )
     for node in nodes(workflow.output_node):

@@ -127,7 +127,7 @@ def _refuse_partial_row_ops(columns: Mapping[str, Column]) -> None:
             if without := [n for n, other in columns.items() if node not in other.row_ops]:
                 raise UserError(
                     f"{operator_name(node.op)} is applied to {name!r} but not to "
-                    f"{quoted(without, brief=True)}. NVTabular joins columns by position, so their "
+                    f"{quoted(without)}. NVTabular joins columns by position, so their "
                     "rows do not belong together. Apply it to all columns, before anything else, "
                     "fit and write again"
                 )
@@ -152,7 +152,7 @@ def _roles(
             left_out.append(column.name)
     if not ids:
         raise UserError(
-            f"No column of ids in the workflow: none of {quoted(schema.column_names, brief=True)} "
+            f"No column of ids in the workflow: none of {quoted(schema.column_names)} "
             "has Tags.CATEGORICAL. Encode ids with Categorify"
         )
     return numbers, ids, left_out

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-import merlin_cowclip.workflows.pickled_types  # noqa: F401  (before parquet is read)
 from merlin_cowclip.workflows.data.prepared_data import file_state
 from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_twice
 from merlin_cowclip.workflows.data.spec import DatasetSpec
@@ -89,8 +88,8 @@ def check_columns(spec: DatasetSpec, files: Sequence[ParquetFile], *, labelled: 
     for file in files:
         if missing := [name for name in wanted if name not in file.schema.names]:
             raise UserError(
-                f"{file.path} has no column {quoted(missing, brief=True)} (it has "
-                f"{quoted(file.schema.names, brief=True)}). Give the parquet that the workflow "
+                f"{file.path} has no column {quoted(missing)} (it has "
+                f"{quoted(file.schema.names)}). Give the parquet that the workflow "
                 "wrote"
             )
         for name, role in wanted.items():

@@ -78,8 +78,7 @@ def adopt(
     with all_or_nothing(out) as folder:
         pipeline = Pipeline.of(workflow, files, label, out.absolute().name)
         counts, report = _scan(pipeline, splits, progress)
-        for file in files:
-            check_unchanged(file.state)  # while it was read
+        check_unchanged(file.state for file in files)  # while it was read
         (folder / "workflow").mkdir()
         for name in WORKFLOW_FILES:
             shutil.copy2(workflow / name, folder / "workflow" / name)

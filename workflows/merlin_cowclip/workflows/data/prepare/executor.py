@@ -16,9 +16,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.workflows import machine
-from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, check_whole
 
 THREADS = min(4, os.cpu_count() or 1)  # of one process; each holds one column, or one part
 MEMORY_SHARE = 0.8  # of the machine's memory, for all workers together
@@ -102,11 +100,13 @@ def number_of_gpus() -> int:
 
 def cluster_options(workers: int, device: str) -> dict[str, Any]:
     """Arguments of Dask's `LocalCluster` or dask-cuda's `LocalCUDACluster`: one thread a worker."""
+    from distributed import system
+
     workers = workers or number_of_gpus()
     options: dict[str, Any] = {
         "n_workers": workers,
         "threads_per_worker": 1,
-        "memory_limit": int(machine.memory_limit() * MEMORY_SHARE / workers),
+        "memory_limit": int(system.MEMORY_LIMIT * MEMORY_SHARE / workers),
         "dashboard_address": ":0",  # any free port: two jobs do not meet
         "silence_logs": "CRITICAL",  # what fails is raised; on the way out Dask warns of itself
     }

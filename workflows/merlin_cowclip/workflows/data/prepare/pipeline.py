@@ -18,7 +18,6 @@ from typing import Literal
 
 import pyarrow as pa
 
-from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.prepare.column_store import (
     IN_TRAIN,
     ROWS,
@@ -35,7 +34,7 @@ from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.sources.files import expand_paths
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
 

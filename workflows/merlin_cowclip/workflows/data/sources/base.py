@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-import merlin_cowclip.workflows.pickled_types  # noqa: F401  (before parquet is read)
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 
@@ -23,21 +22,12 @@ TIME = "\0time"  # the batch column of the split's times
 EXACT = {16: 2**11, 32: 2**24, 64: 2**53}  # bits of a float → from where integers share a float
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A part of a file that can be read by itself.
+class Chunk(NamedTuple):
+    """A part of a file that can be read by itself."""
 
-    Attributes:
-        start: the first byte of a CSV file, or the first row group of a parquet file.
-        stop: one beyond the last.
-        size: its bytes.
-        quotes: whether a CSV part may have quoted cells.
-    """
-
-    start: int
-    stop: int
-    size: int
-    quotes: bool = False
+    start: int  # the first byte of a CSV file, or the first row group of a parquet file
+    stop: int  # one beyond the last
+    size: int  # its bytes
 
 
 @dataclass(frozen=True)
@@ -79,9 +69,16 @@ class Source(abc.ABC):
         """Whether the file has the label's column."""
         return self.spec.label in self.names
 
-    @abc.abstractmethod
     def check(self) -> None:
-        """Raise UserError unless the header or schema is as the spec says."""
+        """Raise UserError unless the column names are unique and include those of the spec."""
+        names = self.names
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise UserError(f"{self.path} has two columns named {quoted(twice)}. Rename one")
+        if missing := [name for name in self.wanted if name not in names]:
+            raise UserError(
+                f"{self.path} has no column {quoted(missing)} of data set "
+                f"{self.spec.name!r}. It has: {quoted(names)}"
+            )
 
     @abc.abstractmethod
     def chunks(self, size: int) -> list[Chunk]:
@@ -116,18 +113,6 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def _place(self, chunk: Chunk, before: int, row: int) -> str:
         """The line of a row of a part, ``before`` + ``row`` rows behind its first."""
-
-    def check_names(self, names: Sequence[str]) -> None:
-        """Check that column names are unique and include those of the spec."""
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise UserError(
-                f"{self.path} has two columns named {quoted(twice, brief=True)}. Rename one"
-            )
-        if missing := [name for name in self.wanted if name not in names]:
-            raise UserError(
-                f"{self.path} has no column {quoted(missing, brief=True)} of data set "
-                f"{self.spec.name!r}. It has: {quoted(names, brief=True)}"
-            )
 
     def _cast(
         self, batch: pa.RecordBatch, place: Callable[[int], str], replaced: Counter[str]
@@ -258,18 +243,14 @@ def ids_as_text(ids: pa.Array, is_list: bool, null_values: Sequence[str] = ()) -
 @contextlib.contextmanager
 def unchanged(sources: Sequence[Source]) -> Iterator[None]:
     """Raise UserError if a file is modified within the context, also where reading failed."""
-
-    def state(path: Path) -> tuple[int, int, int] | None:
-        status = path.stat() if path.exists() else None
-        return status and (status.st_size, status.st_mtime_ns, status.st_ino)
-
-    before = {source.path: state(source.path) for source in sources}
+    before = [source.path.stat() for source in sources]
     try:
         yield
     finally:
-        for path, opened in before.items():
-            if state(path) != opened:
+        for source, was in zip(sources, before, strict=True):
+            now = source.path.stat()
+            if (now.st_size, now.st_mtime_ns) != (was.st_size, was.st_mtime_ns):
                 raise UserError(
-                    f"{path} was modified while it was being read. Stop the writer or copy the "
-                    "file, and run again"
+                    f"{source.path} was modified while it was being read. Stop the writer or copy "
+                    "the file, and run again"
                 )

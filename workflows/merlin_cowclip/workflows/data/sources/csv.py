@@ -58,10 +58,11 @@ class CsvSource(Source):
     def check(self) -> None:
         """Check the first row against the spec."""
         cells, has_header = self._first_row(), self.spec.columns is None
-        if has_header and (len(cells) > 1 or len(self.wanted) == 1):
-            self.check_names(cells)
-            return
-        if not has_header and len(cells) == len(self.names):
+        fits = len(cells) == len(self.names)
+        if has_header:
+            fits = len(cells) > 1 or len(self.wanted) == 1
+        if fits:
+            super().check()
             return
         remedy = ". Set separator, header and columns in the specification as the file has them"
         remedy = "" if self.spec.name in SPECS else remedy
@@ -78,22 +79,23 @@ class CsvSource(Source):
             f"{remedy}"
         )
 
+    @functools.cached_property
+    def quoted(self) -> bool:
+        """Whether it may have quoted cells."""
+        return self.spec.quotes and (self.gzipped or self._mapped().find(b'"') >= 0)
+
     def chunks(self, size: int) -> list[Chunk]:
         """Parts that end with a line; a file that is gzipped or has quotes is one part."""
-        end = self.size
-        if self.gzipped:
-            return [Chunk(0, end, end, quotes=self.spec.quotes)]
-        with self._mapped() as text:
-            if self.spec.quotes and text.find(b'"') >= 0:
-                return [Chunk(0, end, end, quotes=True)]
-            starts = [0]
+        starts, end = [0], self.size
+        if not (self.gzipped or self.quoted):
+            text = self._mapped()
             while 0 < (start := text.find(b"\n", starts[-1] + size) + 1) < end:
                 starts.append(start)
         return [Chunk(a, b, b - a) for a, b in zip(starts, [*starts[1:], end], strict=True)]
 
     def read(self, chunk: Chunk) -> Iterator[tuple[pa.RecordBatch, int]]:
         """Read the rows of a part."""
-        unchecked, read = chunk.quotes, 0
+        unchecked, read = self.quoted, 0
         try:
             with self._stream(chunk) as stream, self._reader(chunk, stream) as batches:
                 for batch in batches:
@@ -114,7 +116,7 @@ class CsvSource(Source):
         return pa.BufferReader(text.slice(chunk.start, chunk.stop - chunk.start))
 
     def _reader(self, chunk: Chunk, stream: pa.NativeFile) -> pyarrow.csv.CSVStreamingReader:
-        spec, kept = self.spec, self.names if chunk.quotes else self.wanted
+        spec, kept = self.spec, self.names if self.quoted else self.wanted
         types = dict.fromkeys(kept, pa.binary()) | dict.fromkeys(self.wanted, pa.string())
         types |= dict.fromkeys(spec.categorical, ID_TYPE)
         types |= dict.fromkeys({*spec.continuous} - {spec.split.column}, pa.float64())
@@ -130,7 +132,7 @@ class CsvSource(Source):
             pa.csv.ParseOptions(
                 delimiter=spec.separator,
                 quote_char='"' if spec.quotes else False,
-                newlines_in_values=chunk.quotes,
+                newlines_in_values=self.quoted,
                 ignore_empty_lines=len(self.names) > 1,
             ),
             pa.csv.ConvertOptions(
@@ -143,7 +145,7 @@ class CsvSource(Source):
 
     def _fail(self, chunk: Chunk, error: Exception) -> NoReturn:
         """Raise the error of a fault that Arrow found, with its line."""
-        if chunk.quotes:
+        if self.quoted:
             with contextlib.suppress(*GZIP_ERRORS):
                 self._check_quotes()
         reason = clipped(str(error))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import glob
 import itertools
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from dask.utils import natural_sort_key
 
-from merlin_cowclip.workflows.errors import UserError, shown
+from merlin_cowclip.workflows.errors import UserError
 
 HIDDEN = ("_", ".")  # how names begin that Spark and Hive skip
 
@@ -27,12 +27,10 @@ def expand_paths(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
     files: list[Path] = []
     for given in [inputs] if isinstance(inputs, (str, Path)) else inputs:
         path = Path(given)
-        try:
-            found = [path] if path.exists() and not path.is_dir() else _found(path)
-        except (OSError, ValueError) as error:  # too long a name, or one with a zero byte
-            refuse_unreadable(path, error)
+        is_file = os.path.exists(path) and not os.path.isdir(path)
+        found = [path] if is_file else _found(path)
         if not found:
-            raise UserError(f"no input file found for {shown(given)}. Check the path")
+            raise UserError(f"no input file found for {given}. Check the path")
         files += found
     if not files:
         raise UserError("no input file given. Name at least one")
@@ -40,10 +38,8 @@ def expand_paths(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
         if not path.is_file() or path.stat().st_size == 0:
             found_instead = "is empty" if path.is_file() else "is not a regular file"
             raise UserError(f"input file {path} {found_instead}. Leave it out, or write it again")
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            refuse_unreadable(path, error)
+        if not os.access(path, os.R_OK):
+            raise UserError(f"cannot read input file {path}: Permission denied")
     refuse_twice(files)
     return files
 
@@ -51,7 +47,7 @@ def expand_paths(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
 def _found(given: Path) -> list[Path]:
     """Files with bytes of a folder or glob, but hidden ones, in natural order."""
     base, matches = given, [given]
-    if not given.is_dir():
+    if not os.path.isdir(given):
         base = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), given.parts))
         matches = [Path(match) for match in glob.glob(str(given), recursive=True)]
     files = {file for match in matches for file in (match, *match.rglob("*")) if file.is_file()}
@@ -72,9 +68,3 @@ def refuse_twice(files: Iterable[Path]) -> None:
         first = seen.setdefault((path.stat().st_dev, path.stat().st_ino), path)
         if first is not path:
             raise UserError(f"input file {path} is given twice (first as {first}). Leave one out")
-
-
-def refuse_unreadable(path: Path, error: Exception) -> NoReturn:
-    """Raise UserError for a file that cannot be read."""
-    reason = getattr(error, "strerror", None) or error
-    raise UserError(f"cannot read input file {shown(path)}: {reason}") from None

@@ -28,10 +28,6 @@ class ParquetSource(Source):
             held = file.schema_arrow.names
         return (*held, *(key for key in self._partition if key not in held))
 
-    def check(self) -> None:
-        """Check the names."""
-        self.check_names(self.names)
-
     def chunks(self, size: int) -> list[Chunk]:
         """Row groups, as many as make about ``size`` bytes."""
         chunks: list[Chunk] = []
