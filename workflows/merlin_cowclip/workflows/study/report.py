@@ -323,9 +323,13 @@ def compare(
     if len({config["data_sha256"] for config in configs}) > 1:
         doubt = "These runs are of different data, so their AUCs do not compare."
     if not headline:
-        best = max(opened, key=lambda name: opened[name].result["auc"])
-        highest = AUC.shown(opened[best].result["auc"])
-        headline = f"Highest test AUC after the last epoch: {best}, {highest} %."
+        last = {name: run.result["auc"] for name, run in opened.items()}
+        any_epoch = {n: max(e["auc"] for e in r.result["epochs"]) for n, r in opened.items()}
+        said = []
+        for what, aucs in (("after the last epoch", last), ("after any epoch", any_epoch)):
+            best = max(aucs, key=aucs.__getitem__)
+            said.append(f"{what} {best}, {AUC.shown(aucs[best])} %")
+        headline = f"Highest test AUC: {'; '.join(said)}."
     table = _runs(opened, out.absolute().parent)
     sections = [Section("runs", "The runs", doubt=doubt, tables=[table], notes=list(notes))]
     if values := _differences(configs):
@@ -359,14 +363,23 @@ def _runs(opened: Mapping[str, Run], home: Path) -> Table:
 
 def _differences(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Options and values that are not the same in all runs, each with that of every run."""
-    options = ("model", "mlp", "embedding_dim", "update", "seed", "dense_schedule")
+    schedules = ("dense_schedule", "embedding_schedule")
+    options = ("model", "mlp", "embedding_dim", "update", "seed", *schedules)
     found = []
     for name in (*options, *configs[0]["scaled"]):
         values = [{**config, **config["scaled"]}.get(name) for config in configs]
-        shown = [f"{v:.4g}" if isinstance(v, float) else str(v or "-") for v in values]
+        shown = [_setting(value) for value in values]
         if len(set(shown)) > 1:
             found.append([name, *shown])
     return found
+
+
+def _setting(value: Any) -> str:
+    """A value as the command line takes it."""
+    if isinstance(value, Mapping):
+        of = [f"{k}={v:g}" for k, v in value.items() if isinstance(v, float | int)]
+        return ":".join(filter(None, [value["name"], ",".join(of)]))
+    return f"{value:.4g}" if isinstance(value, float) else str(value or "-")
 
 
 def _by_epoch(opened: Mapping[str, Run], levels: Mapping[str, float] | None) -> Section:
