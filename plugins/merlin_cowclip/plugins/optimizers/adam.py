@@ -66,6 +66,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
     Raises:
       ValueError: an argument outside its range.
     """
+    updates: ClassVar[Sequence[str]] = ("exact", "lazy")
 
     _weights: list[tf.Variable]  # Keras's
     statistics: StepStatistics | None = None  # to which steps on bound tables are added
@@ -91,8 +92,9 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         update: str = "exact",
         name: str = "CowClipAdam",
     ) -> None:
-        if update not in UPDATES:
-            raise ValueError(f"update must be one of {', '.join(UPDATES)}. Received: {update!r}")
+        if update not in self.updates:
+            wanted = ", ".join(self.updates)
+            raise ValueError(f"update must be one of {wanted}. Received: {update!r}")
         if not callable(learning_rate) and not tf.is_tensor(learning_rate):
             learning_rate = check_number("learning_rate", learning_rate, positive=True)
         if max(check_number("beta_1", beta_1), check_number("beta_2", beta_2)) >= 1:

@@ -43,6 +43,7 @@ class LearningRates(NamedTuple):
     embedding: float
 
 
+    updates: ClassVar[Sequence[str]] = (*CowClipAdam.updates, "deferred")
 class TablePart(CowClipAdam):
     """`CowClipAdam` as a part of a `CowClipOptimizer`."""
 

@@ -85,8 +85,7 @@ class DeferredRows:
     def _settings(self) -> AdamConstants:
         """What missed steps depend on, if rows can apply them later."""
         mine = self._optimizer
-        # Without a `CowClipOptimizer` it has none of these, and `before_step` refuses it.
-        rate = getattr(mine._hyper["learning_rate"], "rate", 0.0)
+        rate = mine._hyper["learning_rate"].rate
         beta_1, beta_2 = (float(mine._serialize_hyperparameter(f"beta_{i}")) for i in (1, 2))
         adam = AdamConstants(beta_1, beta_2, mine.epsilon, mine.l2)
         check_deferrable(rate, clip=mine.clip, clip_ratio=mine.clip_ratio, **adam._asdict())
@@ -166,13 +165,6 @@ class DeferredRows:
     def before_step(self, variables: Sequence[tf.Variable]) -> None:
         """Check a step on tables; where the learning rate has changed, catch up at the last one."""
         mine, specs = self._optimizer, self._optimizer._specs
-        for variable in variables:
-            spec = specs.get(variable.ref())
-            if spec is None or spec.access.catch_up is None:
-                raise ValueError(
-                    "update='deferred' requires tables that catch up before they are read: those "
-                    f"of a CowClipOptimizer. Received: {variable.name!r}. Use update='exact'"
-                )
         if self._settings() != self._constants:
             raise ValueError(
                 "l2, epsilon, beta_1 and beta_2 cannot be changed after the first step with "
