@@ -505,9 +505,9 @@ def test_other_betas_are_refused(beta_1, beta_2, is_refused):
 @pytest.mark.parametrize("update", ["exact", "deferred"])
 def test_a_model_is_not_copied_with_pending_rows(update):
     """The copy, which has no optimizer, would never apply the steps that they missed."""
-    access = trained_again(update, 1).optimizer.table_specs[0].access
+    spec = trained_again(update, 1).optimizer.table_specs[0]
     if update == "exact":
-        assert copy.deepcopy(access).whole
+        assert copy.deepcopy(spec).reads_whole
         return
     with pytest.raises(ValueError, match=r"update='deferred'.*cannot be copied.*save_model"):
-        copy.deepcopy(access)
+        copy.deepcopy(spec)

@@ -220,7 +220,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             sums = gradient.sums if is_reduced else self._sum_rows(gradient, variable)
             if self.deferred is not None:
                 self.deferred.catch_up_updated(variable, sums.indices)
-            # See `TableAccess`.
+            # See `TableSpec.gather`.
             whole = sums.is_whole or self.update == "exact"
             rows = tf.convert_to_tensor(variable) if whole else variable
             rows = rows if sums.is_whole else tf.gather(rows, sums.indices)

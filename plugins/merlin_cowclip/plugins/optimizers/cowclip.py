@@ -209,8 +209,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
                 "update='deferred' is not offered on several ranks. Use 'exact' or 'lazy'; to "
                 "predict, load the model by tf.keras.models.load_model(path, compile=False)."
             )
-        if deferred and not all(spec.access.is_used for spec in specs):
-            others = ", ".join(spec.name for spec in specs if not spec.access.is_used)
+        others = ", ".join(spec.name for spec in specs if not spec.uses_gather)
+        if deferred and others:
             raise ValueError(
                 "update='deferred' needs tables whose rows can catch up before they are read: "
                 f"those of FusedEmbeddings. Received: {others}. Use 'exact' or 'lazy', or put "
@@ -233,17 +233,17 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     def take_tables(self) -> None:
         """Own the tables, no longer another optimizer, whose pending rows are caught up."""
         for spec in self._specs or ():
-            before = spec.access.catch_up
+            before = spec.catch_up
             if before is not None and before != self._catch_up_rows and spec.layer.built:
                 before(spec.variable, None)
-            spec.access.whole = self.update_mode == "exact"
-            spec.access.catch_up = self._catch_up_rows if self.update_mode == "deferred" else None
+            spec.reads_whole = self.update_mode == "exact"
+            spec.catch_up = self._catch_up_rows if self.update_mode == "deferred" else None
 
     def release_tables(self) -> None:
         """Own the tables no more, until `take_tables`; no row is pending."""
         self.catch_up()
         for spec in self._specs or ():
-            spec.access.whole = spec.access.catch_up = None
+            spec.reads_whole = spec.catch_up = None
 
     @tf.autograph.experimental.do_not_convert
     def _catch_up_rows(self, variable: tf.Variable, rows: tf.Tensor | None) -> None:
@@ -260,8 +260,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         Call it before you read a table's variable; methods of the model and `save_model` do so.
         """
         for spec in self._specs or ():
-            if spec.access.catch_up is not None and spec.layer.built:
-                spec.access.catch_up(spec.variable, None)
+            if spec.catch_up is not None and spec.layer.built:
+                spec.catch_up(spec.variable, None)
 
     @property
     def _weights(self) -> list[tf.Variable]:
@@ -440,7 +440,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """
         pairs = filter_empty_gradients(grads_and_vars)
         mine = self._catch_up_rows if self.update_mode == "deferred" else None
-        if any(spec.access.catch_up != mine for spec in self.table_specs):
+        if any(spec.catch_up != mine for spec in self.table_specs):
             raise ValueError(
                 "These tables now belong to another optimizer, and update='deferred' allows one at "
                 "a time. Call optimizer.bind(model), then re-trace your step."
