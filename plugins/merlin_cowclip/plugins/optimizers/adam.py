@@ -181,12 +181,12 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             if not isinstance(gradient, tf.IndexedSlices):
                 spec, counts = _checked(spec, variable, self.update), tf.zeros([number])
                 if is_counted:
-                    counts = count_all_rows(spec.recorder, number, name=spec.name, on_cpu=on_cpu)
+                    counts = count_all_rows(spec, on_cpu)
                 rows = tf.range(number, dtype=tf.int64)
                 return RowSums(rows, widened(gradient), counts, is_whole=True)
             indices = gradient.indices
             if spec is not None and is_counted:
-                found = count_samples(spec.recorder, indices, number, name=spec.name, on_cpu=on_cpu)
+                found = count_samples(spec, indices, on_cpu)
             else:
                 if self.clip is not None and CLIP_RULES[self.clip].adaptive:
                     check_repeats(indices, variable)
