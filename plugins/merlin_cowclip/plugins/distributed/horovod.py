@@ -60,7 +60,6 @@ def all_gather_each(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return [hvd.allgather(t, name=_name("all_gather"), ignore_name_scope=True) for t in tensors]
 
 
-@tf.autograph.experimental.do_not_convert
 def all_to_all(values: tf.Tensor, sizes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Rows (n×…) in the order of the ranks that they are for, of which each gets `sizes` (N).
 
@@ -70,7 +69,6 @@ def all_to_all(values: tf.Tensor, sizes: tf.Tensor) -> tuple[tf.Tensor, tf.Tenso
     return tuple(_horovod().alltoall(values, splits=sizes, name=name, ignore_name_scope=True))
 
 
-@tf.autograph.experimental.do_not_convert
 def all_reduce(values: tf.Tensor, how: str) -> tf.Tensor:
     """The "sum", "max" or "min" of what the ranks have, value by value; on all ranks at once."""
     hvd = _horovod()

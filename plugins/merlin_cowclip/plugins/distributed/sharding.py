@@ -94,7 +94,6 @@ def _inverse(order: tf.Tensor, on_cpu: bool) -> tf.Tensor:
     return tf.math.invert_permutation(order) if on_cpu else tf.cast(tf.argsort(order), tf.int64)
 
 
-@tf.autograph.experimental.do_not_convert
 def join_shards(share: RowSums, variable: tf.Variable, shard: Shard) -> RowSums:
     """As `all_gather_rows`, of a sharded table: each rank has those of its own rows, by place."""
     with colocated_with(variable):

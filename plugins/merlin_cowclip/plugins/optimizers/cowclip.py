@@ -417,7 +417,6 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         for part, mine in self.by_part((variable,) for variable in variables):
             part._create_all_weights([variable for (variable,) in mine])
 
-    @tf.autograph.experimental.do_not_convert
     def _aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
         """Keras's, by which its loss scaling decides whether to make the step."""
         pairs = filter_empty_gradients(grads_and_vars)

@@ -95,9 +95,8 @@ class DeferredRows:
         """The step up to which each row of a table is up to date, V×1; `None` before training."""
         return self._optimizer.slots_of(variable).get(LAST_STEP)
 
-    @tf.autograph.experimental.do_not_convert
-    def catch_up_rows(self, variable: tf.Variable, rows: tf.Tensor) -> None:
-        """Apply missed steps to rows of a table, by numbers of any shape, with repeats."""
+    def catch_up_rows(self, variable: tf.Variable, rows: tf.Tensor | None) -> None:
+        """Apply missed steps to a table's rows (of any shape, with repeats; or all: `None`)."""
         if self._last_step(variable) is None:
             spec = self._optimizer._specs.get(variable.ref())
             if tf.executing_eagerly() or spec is None or not spec.layer.trainable:
@@ -108,14 +107,12 @@ class DeferredRows:
             flat = tf.reshape(tf.cast(rows, tf.int64), [-1])
             self._catch_up(variable, unique_rows(flat, variable.shape[0], on_cpu).rows)
 
-    @tf.autograph.experimental.do_not_convert
     def catch_up_updated(self, variable: tf.Variable, rows: tf.Tensor) -> None:
         """As `catch_up_rows`, of a gradient's unique rows, if a step was made since the lookup."""
         last = tf.gather(self._last_step(variable), rows)
         late = tf.reduce_any(last < tf.cast(self._optimizer.iterations, last.dtype))
         tf.cond(late, lambda: self._catch_up(variable, rows), lambda: None)
 
-    @tf.autograph.experimental.do_not_convert
     def catch_up(self) -> None:
         """Apply missed steps to all rows of the model's tables."""
         for spec in self._optimizer._specs.values():
@@ -161,7 +158,6 @@ class DeferredRows:
             with tf.control_dependencies(written):
                 write(last_step, rows, now)
 
-    @tf.autograph.experimental.do_not_convert
     def before_step(self, variables: Sequence[tf.Variable]) -> None:
         """Check a step on tables; where the learning rate has changed, catch up at the last one."""
         mine, specs = self._optimizer, self._optimizer._specs
