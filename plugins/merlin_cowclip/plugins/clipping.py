@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from merlin_cowclip.plugins._tensorflow import tf
 
@@ -195,29 +195,6 @@ def clip_by_global_norm(
     not used.
     """
     return _clip("global", gradients, rows, counts, threshold=threshold)
-
-
-def absent_rows(
-    rows: tf.Tensor,
-    l2: float | tf.Tensor,
-    *,
-    clip: tuple[Any, ...] | None = None,
-    exempt: tf.Tensor | None = None,
-) -> tf.Tensor:
-    """The gradient of rows that no sample of the batch holds: `2λ·w_k`, clipped as of count 1.
-
-    `clip` has r and ζ of the rule "adaptive_column", the only one that reaches absent rows
-    (Algorithm 1 over all rows), and only if r < 2λ. `exempt` rows are not clipped. The result is a
-    buffer of its own.
-    """
-    decay = 2.0 * l2 * rows
-    if clip is None:
-        return decay
-    norms = row_norms(decay)
-    lengths = tf.minimum(norms, tf.maximum(clip[0] * row_norms(rows), clip[1]))
-    if exempt is not None:
-        lengths = tf.where(exempt, norms, lengths)
-    return with_lengths(decay, norms, lengths)
 
 
 def _clip(

@@ -11,14 +11,7 @@ import numpy as np
 
 from merlin_cowclip.plugins._checks import RefusesOptions
 from merlin_cowclip.plugins._tensorflow import is_op_determinism_enabled, mm, tf
-from merlin_cowclip.plugins.clipping import (
-    CLIP_RULES,
-    RowNorms,
-    absent_rows,
-    row_norms,
-    widened,
-    with_lengths,
-)
+from merlin_cowclip.plugins.clipping import CLIP_RULES, RowNorms, row_norms, widened, with_lengths
 from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums, all_gather_rows
 from merlin_cowclip.plugins.distributed.horovod import all_reduce
 from merlin_cowclip.plugins.distributed.sharding import Shard, join_shards
@@ -328,13 +321,16 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     def _whole_gradient(self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor) -> tf.Tensor:
         """V×d: the batch's rows as clipped, all others as absent, in one V×d temporary."""
-        rows = tf.convert_to_tensor(var)
         if self.l2 or self.hyperparameter_variables:
-            l2, *clip = (self._number(n, rows.dtype) for n in ("l2", "clip_ratio", "clip_floor"))
-            # The norm of 2λ·w exceeds max(r·‖w‖, ζ) only if r < 2λ.
-            is_reached = self.clip == "adaptive_column" and self.clip_ratio < 2.0 * self.l2
-            bounds = tuple(clip) if is_reached else None
-            absent = absent_rows(rows, l2, clip=bounds, exempt=self._exempt_mask(var))
+            rows = tf.convert_to_tensor(var)
+            l2, r, floor = (self._number(n, rows.dtype) for n in ("l2", "clip_ratio", "clip_floor"))
+            absent = 2.0 * l2 * rows
+            # Other rules leave absent rows out. The norm of 2λ·w exceeds r·‖w‖ only if r < 2λ.
+            if self.clip == "adaptive_column" and self.clip_ratio < 2.0 * self.l2:
+                norms, exempt = row_norms(absent), self._exempt_mask(var)
+                lengths = tf.minimum(norms, tf.maximum(r * row_norms(rows), floor))
+                lengths = lengths if exempt is None else tf.where(exempt, norms, lengths)
+                absent = with_lengths(absent, norms, lengths)
         else:
             # Not tf.zeros: a constant may be shared, and is written into below.
             shape = tf.constant(var.shape.as_list(), tf.int32)
