@@ -103,7 +103,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         self._check_settings()
         self.deferred = DeferredRows(self) if update == "deferred" else None
         self._specs: dict[Any, TableSpec] = {}
-        self._exempt: dict[Any, tuple[bool, ...]] = {}
+        self._is_clipped: dict[Any, Sequence[bool]] = {}
 
     def _check_settings(self) -> None:
         """Refuse what is out of range; checked at each step, because it may have been set."""
@@ -121,11 +121,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
     def bind_tables(self, tables: Mapping[TableSpec, Sequence[bool]]) -> None:
         """Count the ids that these built tables record; each with what ranges are clipped."""
         self._specs = {spec.variable.ref(): spec for spec in tables}
-        self._exempt = {
-            spec.variable.ref(): tuple(not c for c in clipped)
-            for spec, clipped in tables.items()
-            if not all(clipped)
-        }
+        self._is_clipped = {spec.variable.ref(): clipped for spec, clipped in tables.items()}
 
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
         super()._create_slots(var_list)
@@ -230,19 +226,17 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         if self.clip is None and self.statistics is None:
             return [table.gradients for table in tables]
         norms_of = plain_norms if self.clip is None else row_norms
-        pairs = list(zip(tables, variables, strict=True))
-        norms = [_of_rows(norms_of(table.gradients), table, v) for table, v in pairs]
-        ranges = [len(self._row_offsets(variable)) - 1 for variable in variables]
-        first = np.cumsum([0, *ranges])
-        fields = [
-            int(first[i]) + self._field_of(v, table.indices) for i, (table, v) in enumerate(pairs)
-        ]
+        norms = [norms_of(table.gradients) for table in tables]
+        fields, num_fields = [], 0
+        for table, variable in zip(tables, variables, strict=True):
+            fields.append(num_fields + self._field_of(variable, table.indices))
+            num_fields += len(self.clipped_ranges_of(variable))
         known = RowNorms(
             tf.concat(norms, axis=0),
             tf.concat([row_norms(some) for some in rows], axis=0),
-            tf.concat([_of_rows(table.counts, table, v) for table, v in pairs], axis=0),
+            tf.concat([table.counts for table in tables], axis=0),
             tf.concat(fields, axis=0),
-            sum(ranges),
+            num_fields,
             *self._over_all(variables),
         )
         lengths = known.gradients if self.clip is None else self._lengths(known, variables)
@@ -251,7 +245,6 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             with colocated_with(variables[0]) as on_cpu:
                 # Of a dense gradient every row is one of the batch's; of another not the padding.
                 held = [tf.maximum(t.counts, 1.0) if t.is_whole else t.counts for t in tables]
-                held = [_of_rows(counts, *pair) for counts, pair in zip(held, pairs, strict=True)]
                 self.statistics.add(known, tf.concat(held, axis=0), lengths, rows, specs, on_cpu)
         if self.clip is None:
             return [table.gradients for table in tables]
@@ -275,17 +268,11 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
     def _lengths(self, given: RowNorms, variables: list[tf.Variable]) -> tf.Tensor:
         """The gradients' norms after the clip, U."""
         rule, exempt, known = CLIP_RULES[self.clip or ""], None, given
-        if self._exempt:  # such rows take no part in a norm, and keep their own
-            by_field = [
-                one
-                for v in variables
-                for one in self._exempt.get(v.ref(), (False,) * (len(self._row_offsets(v)) - 1))
-            ]
-            exempt = tf.gather(tf.constant(by_field), known.fields)
-            known = known._replace(
-                gradients=tf.where(exempt, tf.zeros_like(known.gradients), known.gradients),
-                rows=tf.where(exempt, tf.zeros_like(known.rows), known.rows),
-            )
+        is_clipped = [one for variable in variables for one in self.clipped_ranges_of(variable)]
+        if not all(is_clipped):  # the others' rows take no part in a norm, and keep their own
+            exempt = tf.logical_not(tf.gather(tf.constant(is_clipped), known.fields))
+            without = tf.where(exempt, tf.zeros_like(known.gradients), known.gradients)
+            known = known._replace(gradients=without)
         dtype = known.gradients.dtype
         parameters = {name: self._number(f"clip_{name}", dtype) for name in rule.parameters}
         lengths = rule.lengths(known, **parameters)
@@ -293,15 +280,15 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     def _field_of(self, variable: tf.Variable, indices: tf.Tensor) -> tf.Tensor:
         """For rows of a variable, the number of the range that each belongs to, int64."""
-        after, shard = self._row_offsets(variable)[1:-1], self.shard_of(variable)
-        if not after:
+        spec = self._specs.get(variable.ref())
+        if spec is None or len(spec.row_offsets) == 2:
             return tf.zeros(tf.shape(indices), tf.int64)
         rows = indices if shard is None else shard.global_row(tf.cast(indices, tf.int64))
         return tf.searchsorted(tf.constant(after, tf.int64), rows, side="right", out_type=tf.int64)
 
-    def _row_offsets(self, variable: tf.Variable) -> tuple[int, ...]:
-        spec = self._specs.get(variable.ref())
-        return (0, variable.shape[0]) if spec is None else spec.row_offsets
+    def clipped_ranges_of(self, variable: tf.Variable) -> Sequence[bool]:
+        """For each range of rows of a variable, whether the clip applies to it."""
+        return self._is_clipped.get(variable.ref(), (True,))
 
     def _resource_apply_sparse_duplicate_indices(
         self, grad: tf.Tensor, handle: tf.Variable, indices: tf.Tensor
@@ -340,10 +327,10 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     def _exempt_mask(self, var: tf.Variable) -> tf.Tensor | None:
         """Which rows of a table are not to be clipped, V booleans; `None` for none."""
-        exempt, shard = self._exempt.get(var.ref()), self.shard_of(var)
-        if exempt is None:
+        is_clipped, shard = self.clipped_ranges_of(var), self.shard_of(var)
+        if all(is_clipped):
             return None
-        mask = tf.repeat(tf.constant(exempt), np.diff(self._row_offsets(var)))
+        mask = tf.repeat(tf.logical_not(is_clipped), np.diff(self._specs[var.ref()].row_offsets))
         return mask if shard is None else mask[shard.rank :: shard.size]
 
     def _resource_scatter_operate(
@@ -383,16 +370,6 @@ def _scatters_through_host(variable: tf.Variable) -> bool:
     """Whether a scatter copies all of it to the host and back, as TensorFlow's GPU kernels do."""
     # `DoScatterOnCpu` in resource_variable_ops.cc.
     return _on_gpu(variable) and is_op_determinism_enabled()
-
-
-def _of_rows(values: tf.Tensor, table: RowSums, variable: tf.Variable) -> tf.Tensor:
-    """A value for each row, U; 0 for ids beyond the table, which a GPU's lookup lets pass."""
-    if not _on_gpu(variable) or variable.shape[0] is None:
-        return values
-    last = tf.constant(variable.shape[0] - 1, tf.int64)
-    indices = tf.cast(table.indices, tf.int64)
-    inside = tf.logical_and(indices >= 0, indices <= last)
-    return tf.where(inside, values, tf.zeros_like(values))
 
 
 def _on_gpu(variable: tf.Variable) -> bool:

@@ -484,12 +484,11 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             raise ValueError(
                 "The model must be built before its variables can be listed. Call it on a batch."
             )
-        ranges = {s.variable.ref(): r for s, r in self.clipped_ranges().items() if s.layer.built}
         lines = []
         for variable in model.trainable_variables:
             part, rule, l2 = owner.get(variable.ref(), self.default_optimizer), "Adam", 0.0
             if part is not self.default_optimizer:
-                clipped, l2 = ranges[variable.ref()], part.l2
+                clipped, l2 = part.clipped_ranges_of(variable), part.l2
                 rule = f"clip {part.clip}" if any(clipped) else "no clip"
                 if any(clipped) and not all(clipped):
                     rule += f" ({sum(clipped)} of {len(clipped)} fields)"
