@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -21,11 +20,10 @@ from merlin_cowclip.plugins.embeddings.tables import TableSpec
 from merlin_cowclip.plugins.monitoring.statistics import StepStatistics, plain_norms
 from merlin_cowclip.plugins.optimizers.deferred import DeferredRows
 from merlin_cowclip.plugins.row_ops import colocated_with, sum_per_row, unique_rows, with_rows
-from merlin_cowclip.plugins.scaling import Hyperparameters, check_clip, check_number
+from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 
-UPDATES = ("exact", "lazy", "deferred")
 CLIPS_OF_KERAS = "clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers"
-Part = TypeVar("Part", bound="CowClipAdam")
+_OF_TABLES = "l2", "clip", "clip_ratio", "clip_floor", "clip_threshold"  # of `Hyperparameters`
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -59,7 +57,6 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
     Raises:
       ValueError: an argument outside its range.
     """
-    updates: ClassVar[Sequence[str]] = ("exact", "lazy")
 
     _weights: list[tf.Variable]  # Keras's
     statistics: StepStatistics | None = None  # to which steps on bound tables are added
@@ -69,6 +66,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         CLIPS_OF_KERAS, "Choose a rule with clip, and clip_threshold."
     )
     settled: ClassVar[Collection[str]] = ("clip", "update")
+    updates: ClassVar[Sequence[str]] = ("exact", "lazy")
 
     def __init__(
         self,
@@ -107,11 +105,8 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     def _check_settings(self) -> None:
         """Refuse what is out of range; checked at each step, because it may have been set."""
-        check_clip(self.clip, self.clip_threshold)
-        for name in ("l2", "clip_floor"):
-            check_number(name, getattr(self, name))
-        for name in ("clip_ratio", "epsilon"):
-            check_number(name, getattr(self, name), positive=True)
+        Hyperparameters(**{name: getattr(self, name) for name in _OF_TABLES})
+        check_number("epsilon", self.epsilon, positive=True)
 
     def _number(self, name: str, dtype: tf.DType) -> Any:
         """A setting as a step reads it."""
@@ -348,22 +343,10 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
-        return {
-            "name": self._name,
-            **{name: self._setting(name) for name in ("learning_rate", "beta_1", "beta_2")},
-            "epsilon": self.epsilon,
-            "l2": self.l2,
-            "clip": self.clip,
-            "clip_ratio": self.clip_ratio,
-            "clip_floor": self.clip_floor,
-            "clip_threshold": self.clip_threshold,
-            "update": self.update,
-        }
-
-    def _setting(self, name: str) -> Any:
-        """One of Keras's hyperparameters; of a variable its value as a number of Python's."""
-        value = self._serialize_hyperparameter(name)
-        return float(value) if isinstance(value, numbers.Real) else value
+        config = {name: getattr(self, name) for name in ("epsilon", *_OF_TABLES, "update")}
+        for name in ("learning_rate", "beta_1", "beta_2"):
+            config[name] = self._serialize_hyperparameter(name)
+        return {"name": self._name, **config}
 
 
 def _scatters_through_host(variable: tf.Variable) -> bool:
