@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -131,11 +131,10 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         self, old: tf.Variable, new: tf.Variable, moments: Mapping[str, tf.Variable]
     ) -> None:
         """Have another variable, with these moments, in the place of a table."""
-        places = {slot.ref(): name for name, slot in self._slots.pop(old._unique_id, {}).items()}
+        before = self._slots.pop(old._unique_id, {})
         self._slots[new._unique_id] = dict(moments)
-        self._weights = [
-            moments[places[v.ref()]] if v.ref() in places else v for v in self._weights
-        ]
+        replaced = {slot.ref(): moments[name] for name, slot in before.items()}
+        self._weights = [replaced.get(v.ref(), v) for v in self._weights]
 
     def shard_of(self, variable: tf.Variable) -> Shard | None:
         """Which rows of a table this rank has, where the ranks share them."""
@@ -278,8 +277,9 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         spec = self._specs.get(variable.ref())
         if spec is None or len(spec.row_offsets) == 2:
             return tf.zeros(tf.shape(indices), tf.int64)
-        rows = indices if shard is None else shard.global_row(tf.cast(indices, tf.int64))
-        return tf.searchsorted(tf.constant(after, tf.int64), rows, side="right", out_type=tf.int64)
+        rows, after = tf.cast(indices, tf.int64), tf.constant(spec.row_offsets[1:-1], tf.int64)
+        rows = rows if spec.shard is None else spec.shard.global_row(rows)
+        return tf.searchsorted(after, rows, side="right", out_type=tf.int64)
 
     def clipped_ranges_of(self, variable: tf.Variable) -> Sequence[bool]:
         """For each range of rows of a variable, whether the clip applies to it."""
@@ -359,22 +359,12 @@ def _on_gpu(variable: tf.Variable) -> bool:
     return "GPU" in (variable.device or "")
 
 
-def table_parts(kind: type[Part], rate: Any, hp: Hyperparameters, update: str) -> tuple[Part, Part]:
+def table_parts(kind: Any, rate: Any, hp: Hyperparameters, update: str) -> tuple[Any, Any]:
     """Optimizers of the clipped tables and of the others, of a `CowClipAdam` class."""
-    clipped, unclipped = (
-        kind(
-            rate,
-            l2=hp.l2,
-            clip=clip,
-            clip_ratio=hp.clip_ratio,
-            clip_floor=hp.clip_floor,
-            clip_threshold=hp.clip_threshold if clip else None,
-            update=update,
-            name=name,
-        )
-        for name, clip in (("clipped", hp.clip), ("unclipped", None))
-    )
-    return clipped, unclipped
+    given: dict[str, Any] = {"clip_ratio": hp.clip_ratio, "clip_floor": hp.clip_floor}
+    given |= {"l2": hp.l2, "update": update}
+    clipped = kind(rate, clip=hp.clip, clip_threshold=hp.clip_threshold, name="clipped", **given)
+    return clipped, kind(rate, clip=None, name="unclipped", **given)
 
 
 def _checked(spec: TableSpec | None, variable: tf.Variable, update: str) -> TableSpec:
