@@ -548,15 +548,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """A table of all trainable variables: rows, width, rule, learning rate, L2."""
         return summary_of(self.owned(), self.table_specs, float(self._factor()))
 
-    # MultiOptimizer takes the count from its first pair, which may own no variable.
-    @property
-    def iterations(self) -> tf.Variable:
-        """Number of updates, int64, skipped ones of loss scaling too; each part counts its own."""
-        return tf.keras.optimizers.legacy.Optimizer.iterations.fget(self)
-
-    @iterations.setter
-    def iterations(self, variable: tf.Variable) -> None:
-        tf.keras.optimizers.legacy.Optimizer.iterations.fset(self, variable)
+    # Keras's, not that of MultiOptimizer's first pair, which may own no variable: the number of
+    # updates, skipped ones of loss scaling too. Each part counts its own.
+    iterations = tf.keras.optimizers.legacy.Optimizer.iterations
 
     @property
     def weights(self) -> list[tf.Variable]:
