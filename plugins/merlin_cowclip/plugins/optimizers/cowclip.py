@@ -249,10 +249,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     def _catch_up_rows(self, variable: tf.Variable, rows: tf.Tensor | None) -> None:
         """Catch up `rows` (all if `None`) before they are read; a copied model has no owner."""
         part = self.owner().get(variable.ref())
-        if part is not None and rows is not None:
+        if part is not None:
             part.deferred.catch_up_rows(variable, rows)
-        elif part is not None:
-            part.deferred.catch_up()
 
     def catch_up(self) -> None:
         """With `update="deferred"`, make all rows of all tables as `"exact"` would have them.

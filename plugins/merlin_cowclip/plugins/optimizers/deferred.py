@@ -104,6 +104,9 @@ class DeferredRows:
             with tf.init_scope():
                 self._optimizer._create_all_weights([variable])
         with not_recorded(), colocated_with(variable) as on_cpu:
+            if rows is None:
+                self._catch_up_all(variable)
+                return
             flat = tf.reshape(tf.cast(rows, tf.int64), [-1])
             self._catch_up(variable, unique_rows(flat, variable.shape[0], on_cpu).rows)
 
@@ -117,8 +120,7 @@ class DeferredRows:
         """Apply missed steps to all rows of the model's tables."""
         for spec in self._optimizer._specs.values():
             if self._last_step(spec.variable) is not None:
-                with not_recorded(), colocated_with(spec.variable):
-                    self._catch_up_all(spec.variable)
+                self.catch_up_rows(spec.variable, None)
 
     def _catch_up_all(self, variable: tf.Variable) -> None:
         number, width = variable.shape
