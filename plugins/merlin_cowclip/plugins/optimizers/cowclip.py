@@ -26,10 +26,6 @@ from merlin_cowclip.plugins.schedules import LinearWarmup, Proportional, Schedul
 _CLIPPED = "Use hyperparameters.clip for tables; set it on optimizer.default_optimizer for others."
 _PER_PART = "Each of optimizer.optimizers, its three parts, has its own."
 _UNKNOWN = -1  # the length of a warm-up before the steps per epoch are known
-_NO_MODEL = (
-    "This optimizer knows no model yet. Use CowClipOptimizer.for_model(model, …), or call "
-    "optimizer.bind(model), before compile."
-)
 _NO_RATE = dict.fromkeys(
     ("learning_rate", "lr"),
     "Set optimizer.learning_rate, which scales those of all parts, or give for_model a schedule.",
@@ -43,11 +39,11 @@ class LearningRates(NamedTuple):
     embedding: float
 
 
-    updates: ClassVar[Sequence[str]] = (*CowClipAdam.updates, "deferred")
 class TablePart(CowClipAdam):
     """`CowClipAdam` as a part of a `CowClipOptimizer`."""
 
     not_offered: ClassVar[Mapping[str, str]] = {**CowClipAdam.not_offered, **_NO_RATE}
+    updates: ClassVar[Sequence[str]] = (*CowClipAdam.updates, "deferred")
 
 
 class DensePart(RefusesOptions, tf.keras.optimizers.legacy.Adam):
@@ -224,7 +220,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         install_hooks(model, self)
         if set(specs) != set(self._specs or ()):
             self._has_stepped = False
-            self._set_statistics(None)
+            for part in self._tables:
+                part.statistics = None
         self._model = weakref.ref(model)
         self._specs = specs
         self._bound = ()
@@ -264,8 +261,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     @property
     def _weights(self) -> list[tf.Variable]:
         """Keras's; read by compile, where an optimizer without a model is refused."""
-        if self._specs is None:
-            raise ValueError(_NO_MODEL)
+        _ = self.table_specs
         return self._own_weights
 
     @_weights.setter
@@ -292,7 +288,10 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     def table_specs(self) -> tuple[TableSpec, ...]:
         """The model's embedding tables."""
         if self._specs is None:
-            raise ValueError(_NO_MODEL)
+            raise ValueError(
+                "This optimizer knows no model yet. Use CowClipOptimizer.for_model(model, …), or "
+                "call optimizer.bind(model), before compile."
+            )
         return tuple(self._specs)
 
     def owner(self) -> dict[Any, Any]:
@@ -308,12 +307,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     def by_part(self, pairs: Iterable[Any]) -> list[tuple[Any, list[Any]]]:
         """Each of the three parts with those of some tuples whose last item it trains."""
-        owner = self.owner()
-        shares: dict[int, tuple[Any, list[Any]]] = {id(p): (p, []) for p in self.optimizers}
-        for pair in pairs:
-            part = owner.get(pair[-1].ref(), self.default_optimizer)
-            shares[id(part)][1].append(pair)
-        return list(shares.values())
+        owner, default = self.owner(), self.default_optimizer
+        owned = [(owner.get(pair[-1].ref(), default), pair) for pair in pairs]
+        return [(part, [pair for its, pair in owned if its is part]) for part in self.optimizers]
 
     def in_shards(self) -> dict[Any, Shard]:
         """By reference, which rows this rank has of a sharded table, and of its moments."""
@@ -513,12 +509,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
                 "observe() must be called before the first training step, right after for_model, "
                 f"and always with the same frequent_share. Received: {frequent_share!r}."
             )
-        self._set_statistics(found)
-        return found
-
-    def _set_statistics(self, statistics: StepStatistics | None) -> None:
         for part in self._tables:
-            part.statistics = statistics
+            part.statistics = found
+        return found
 
     def learning_rates(self) -> LearningRates:
         """The learning rates of the last step, with warm-up, schedules and what was set since."""
