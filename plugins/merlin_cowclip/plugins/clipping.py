@@ -62,19 +62,15 @@ def _column_lengths(norms: RowNorms, threshold: float) -> tf.Tensor:
 def _adaptive_field_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
     counts = tf.cast(norms.counts, norms.gradients.dtype)
     counts = tf.math.unsorted_segment_sum(counts, norms.fields, norms.num_fields)
-    counts = tf.gather(_at_least_one(norms.over_all(counts, "sum")), norms.fields)
+    counts = tf.gather(tf.maximum(norms.over_all(counts, "sum"), 1.0), norms.fields)
     bound = counts * tf.maximum(ratio * _field_norms(norms.rows, norms), floor)
     return _share(norms.gradients, _field_norms(norms.gradients, norms), bound)
 
 
 def _adaptive_column_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
-    counts = tf.cast(_at_least_one(norms.counts), norms.gradients.dtype)
+    # A row that no sample holds is clipped as if one did: a bound of 0 freezes it.
+    counts = tf.maximum(tf.cast(norms.counts, norms.gradients.dtype), 1.0)
     return tf.minimum(norms.gradients, counts * tf.maximum(ratio * norms.rows, floor))
-
-
-def _at_least_one(counts: tf.Tensor) -> tf.Tensor:
-    """A row or field that no sample holds is clipped as if one did: a bound of 0 freezes it."""
-    return tf.maximum(counts, tf.ones_like(counts))
 
 
 def _field_norms(norms: tf.Tensor, of: RowNorms) -> tf.Tensor:

@@ -31,11 +31,9 @@ SINGLE_PROCESS = Ranks(0, 1, 0, 1)
 
 def ranks() -> Ranks:
     """This process among those that Horovod has started; alone without it."""
-    if not has_horovod:
+    if not has_horovod or not _horovod().is_initialized():
         return SINGLE_PROCESS
     hvd = _horovod()
-    if not hvd.is_initialized():
-        return SINGLE_PROCESS
     return Ranks(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
 
 
