@@ -121,7 +121,7 @@ class StepStatistics:
         # In float64 also within a step: float32 is exact up to 2^24.
         frequent = tf.cast(counts >= tf.constant(self.frequent_from, counts.dtype), tf.int64)
         counts = tf.cast(counts, tf.float64)
-        is_held = counts > 0  # not padding, and no id beyond the table: see `adam.py`
+        is_held = counts > 0  # not padding
         # Not norms.rows: were they read twice, the graph optimizer would change a last digit.
         weights = tf.concat([plain_norms(some) for some in rows], axis=0)
         held = tf.cast(is_held, tf.float64)
