@@ -105,7 +105,7 @@ class PublishedDeepFM(tf.keras.Model):
     """DeepFM as the paper's code lays it out: two tables per field, each read as a whole.
 
     Its gathers are of the tables' values, not of the variables: a dense update would otherwise copy
-    every table first (see `plugins.embeddings.tables.TableAccess`), as Keras's `Embedding` has it.
+    every table first (see `TableSpec.gather`), as Keras's `Embedding` has it.
     """
 
     def __init__(self, sizes: list[int]) -> None:

@@ -35,7 +35,7 @@ def home(floor: str, name: str) -> str:
     of = getattr(package(floor), name)
     lazy = getattr(package(floor), "_HOME", {})
     if name in lazy:
-        return f"merlin_cowclip.{floor}.{lazy[name]}"
+        return str(lazy[name])
     if inspect.isclass(of) or inspect.isfunction(of):
         return of.__module__
     (module,) = (

@@ -225,13 +225,13 @@ def gradient_and_lookups(layer, given, compute=None):
     (spec,) = layer.table_specs()
     counted = {}
 
-    @tf.function
+    @tf.function(autograph=False)
     def step():
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(compute() ** 2)
         gradient = tape.gradient(loss, layer.table)
         assert isinstance(gradient, tf.IndexedSlices)
-        rows, _, counts = count_samples(spec.recorder, gradient.indices, spec.num_rows)
+        rows, _, counts = count_samples(spec, gradient.indices)
         return gradient.values, gradient.indices, rows, counts
 
     values, indices, rows, counts = (t.numpy() for t in step())

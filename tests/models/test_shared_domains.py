@@ -68,7 +68,7 @@ def test_counts_of_a_row_add_up_over_its_fields():
     with tf.GradientTape() as tape:
         found = tf.reduce_sum(layer(INPUTS))
     gradient = tape.gradient(found, layer.table)
-    rows, _, counts = count_samples(spec.recorder, gradient.indices, spec.num_rows)
+    rows, _, counts = count_samples(spec, gradient.indices)
     expected = {3: 2 + 1 + 1, 4: 1, 5: 1, 6: 1 + 1, 8: 1, 9 + 3: 1, 9 + 4: 2}
     assert dict(zip(rows.numpy().tolist(), counts.numpy().tolist(), strict=True)) == expected
 

@@ -7,16 +7,16 @@ import pytest
 import tensorflow as tf
 
 from merlin_cowclip.plugins._tensorflow import Schema, mm
-from merlin_cowclip.plugins.embeddings.counting import (
-    Lookup,
-    count_all_rows,
-    count_samples,
-)
+from merlin_cowclip.plugins.embeddings import counting
+from merlin_cowclip.plugins.embeddings.counting import Lookup
 from merlin_cowclip.plugins.embeddings.discovery import find_tables
 
 from .merlin_models import category
 
 V, D = 30, 3
+# AutoGraph passes by what Keras calls, as it calls the optimizers that count.
+count_all_rows = tf.autograph.experimental.do_not_convert(counting.count_all_rows)
+count_samples = tf.autograph.experimental.do_not_convert(counting.count_samples)
 
 
 class Holder(tf.keras.Model):
@@ -64,7 +64,7 @@ def gradient_of(holder, forward):
 
 
 def counted(holder, gradient):
-    rows, _, counts = count_samples(holder.spec.recorder, gradient.indices, V)
+    rows, _, counts = count_samples(holder.spec, gradient.indices)
     return rows, counts
 
 
@@ -157,7 +157,7 @@ def test_gradients_of_several_tapes_applied_once(micro, in_graph):
         gradients = [gradient_of(holder, lambda x=x: [holder.table(x)]) for x in batches]
         indices = tf.concat([g.indices for g in gradients], axis=0)
         values = tf.concat([g.values for g in gradients], axis=0)
-        rows, position, counts = count_samples(holder.spec.recorder, indices, V)
+        rows, position, counts = count_samples(holder.spec, indices)
         np.testing.assert_array_equal(tf.gather(rows, position), indices) if not in_graph else None
         assert values.shape[-1] == D
         return rows, counts
@@ -199,7 +199,7 @@ def test_eagerly_a_pass_that_was_not_applied_is_passed_over():
     gradient_of(holder, lambda: [holder.table(column(C))])
     gradient = gradient_of(holder, lambda: [holder.table(column(A))])
     assert as_dict(*counted(holder, gradient)) == added_up(A)
-    assert holder.spec.recorder.lookups() == []
+    assert not holder.spec.recorder.lookups()
 
 
 def test_a_branch_counts_what_its_outer_graph_looked_up():
@@ -262,7 +262,7 @@ def test_a_dense_gradient_counts_the_ids_looked_up_and_no_other_rows(in_graph):
         ]
         gradient = 0.5 * gradient_of(holder, forward)
         assert isinstance(gradient, tf.Tensor)
-        return count_all_rows(holder.spec.recorder, V)
+        return count_all_rows(holder.spec)
 
     counts = (tf.function(step)() if in_graph else step()).numpy()
     expected = np.zeros(V)

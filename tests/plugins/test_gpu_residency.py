@@ -10,16 +10,15 @@ import tensorflow as tf
 
 from merlin_cowclip.plugins import (
     CLIP_RULES,
-    CowClipAdam,
     Lookup,
     LookupRecorder,
     StepStatistics,
     TableSpec,
 )
 from merlin_cowclip.plugins._tensorflow import ColumnSchema
-from merlin_cowclip.plugins.embeddings.tables import TableAccess
 from merlin_cowclip.plugins.optimizers import adam, deferred
-from merlin_cowclip.plugins.optimizers.adam import UPDATES
+from merlin_cowclip.plugins.optimizers.cowclip import TablePart
+from merlin_cowclip.plugins.schedules import Proportional
 
 from .gpu_kernels import check_kernels
 
@@ -28,11 +27,15 @@ pytestmark = pytest.mark.extended
 
 def spec_of(variable, recorder, offsets):
     columns = tuple(ColumnSchema(f"f{i}") for i in range(len(offsets) - 1))
-    access = TableAccess(is_used=True, catch_up=lambda *_: None)
     layer = tf.keras.layers.Layer()
-    spec = TableSpec("t", layer, lambda: variable, offsets, columns, 4, recorder, access)
+    spec = TableSpec("t", layer, lambda: variable, offsets, columns, 4, recorder)
     spec.is_tied = True  # for a dense gradient
     return spec
+
+
+def part(**options):
+    """`CowClipAdam` as a `CowClipOptimizer` has it."""
+    return TablePart(Proportional(1e-4, lambda: tf.constant(1.0)), **options)
 
 
 def on_a_gpu(variable):
@@ -52,7 +55,9 @@ CASES = [
         ["adaptive_column"], [1e-5], ["exact", "lazy"], ["repeats"], [False], [False]
     ),
     # No decay to scatter into, and r < 2λ, where absent rows are clipped too.
-    *itertools.product(["adaptive_column"], [1e-5, 0.0], UPDATES, ["recorded"], [True], [False]),
+    *itertools.product(
+        ["adaptive_column"], [1e-5, 0.0], TablePart.updates, ["recorded"], [True], [False]
+    ),
     *itertools.product(
         ["adaptive_column"], [1.0], ["exact", "lazy"], ["recorded"], [True], [False]
     ),
@@ -74,7 +79,7 @@ def test_every_op_of_an_update_has_a_gpu_kernel(
         monkeypatch.setattr(adam, "_scatters_through_host", on_a_deterministic_gpu)
     variable = tf.Variable(tf.random.normal((50, 4)))
     threshold = {"clip_threshold": 1.0} if clip in ("global", "field", "column") else {}
-    optimizer = CowClipAdam(clip=clip, update=update, l2=l2, **threshold)
+    optimizer = part(clip=clip, update=update, l2=l2, **threshold)
     optimizer._create_all_weights([variable])
     recorder = LookupRecorder()
     if counting != "repeats":
@@ -111,7 +116,7 @@ def test_every_op_of_catching_up_has_a_gpu_kernel(monkeypatch, deterministic):
     if deterministic:
         monkeypatch.setattr(adam, "_scatters_through_host", on_a_deterministic_gpu)
     variable = tf.Variable(tf.random.normal((50, 4)))
-    optimizer = CowClipAdam(update="deferred")
+    optimizer = part(update="deferred")
     optimizer.bind_tables({spec_of(variable, LookupRecorder(), (0, 50)): (True,)})
     optimizer._create_all_weights([variable])
 

@@ -59,7 +59,7 @@ def counts_of(model, feed, in_graph):
         variables = [spec.variable for spec in specs]
         gradients = tape.gradient(loss, variables)
         return {
-            spec.name: count_samples(spec.recorder, g.indices, spec.num_rows)
+            spec.name: count_samples(spec, g.indices)
             for spec, g in zip(specs, gradients, strict=True)
         }
 
@@ -147,7 +147,7 @@ def test_only_the_batch_tells_that_ids_are_one_hot(kind, width):
             out = model(ids)
             loss = tf.reduce_sum(out["a"] if isinstance(out, dict) else out)
         gradient = tape.gradient(loss, spec.variable)
-        return count_samples(spec.recorder, gradient.indices, spec.num_rows)
+        return count_samples(spec, gradient.indices)
 
     found = step(ids)
     zeros = 0.0 if width == 2 and kind != "Embedding" else 2.0

@@ -29,7 +29,7 @@ def joined(rank: int) -> dict[str, np.ndarray]:
         RowSums(tf.range(3, dtype=tf.int64), tf.fill([3, 1], 3.0), tf.constant([1.0, 0, 0]), True),
     ]
 
-    @tf.function
+    @tf.function(autograph=False)  # as in an optimizer
     def step():
         sparse, whole = all_gather_rows(shares[0], table), all_gather_rows(shares[1], tied)
         slices = tf.IndexedSlices(tf.fill([1, 2], 1.0 + rank), tf.constant([rank], tf.int64), None)

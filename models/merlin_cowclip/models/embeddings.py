@@ -25,7 +25,7 @@ from merlin_cowclip.plugins._checks import whole_number
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.horovod import ranks
 from merlin_cowclip.plugins.distributed.sharding import Shard
-from merlin_cowclip.plugins.embeddings.tables import TableAccess, check_whole
+from merlin_cowclip.plugins.embeddings.tables import check_whole
 from merlin_cowclip.plugins.row_ops import once_per_graph
 from merlin_cowclip.plugins.scaling import check_number
 
@@ -136,8 +136,8 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
             columns=tuple(columns),
             width=self.dim,
             range_of_column=tuple(ranges.range_of[name] for name in self.fields),
-            access=TableAccess(is_used=True),
             set_variable=functools.partial(setattr, self, "table"),
+            uses_gather=True,
         )
 
     @property
@@ -161,7 +161,7 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
         here, rows, draw = ranks(), self.row_offsets[-1], draw_rows
         if self._sharded and here.size > 1:
             shard = Shard(here.rank, here.size, rows)
-            self._spec.access.shard, rows = shard, shard.rows
+            self._spec.shard, rows = shard, shard.rows
             draw = functools.partial(draw_shard, shard)
         self.table = self.add_weight(
             name="table",
@@ -275,10 +275,10 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
 
         Where rows wait, they catch up before: not for ids that end the step.
         """
-        if self._spec.access.has_pending_rows:
+        if self._spec.has_pending_rows:
             with tf.control_dependencies([check]):
                 rows = tf.identity(rows)
-        return self._spec.access.gather(self.table, rows)
+        return self._spec.gather(rows)
 
     def _combined(self, name: str, of_list: _List, check: tf.Tensor) -> tf.Tensor:
         """b×d, the rows of one list column as one."""
@@ -338,8 +338,8 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
                 f"The layer {self.name!r} must be built before its rows are read: fit the model, "
                 "or call it, first."
             )
-        if self._spec.access.catch_up is not None:
-            self._spec.access.catch_up(self.table, None)
+        if self._spec.catch_up is not None:
+            self._spec.catch_up(self.table, None)
         return self.table
 
     def _catch_up(self) -> None:

@@ -85,7 +85,8 @@ class RowsByRawId(tf.keras.layers.Layer):
             vocabulary = self._vocabulary(field, workflow)
             raw[vocabulary.index] = vocabulary.astype(object)
         rows = tf.range(len(raw), dtype=tf.int64) + self._first_row[field]
-        values = self._spec.access.gather(self._whole_table(), rows).numpy()
+        self._whole_table()  # refuses a layer that is not built
+        values = self._spec.gather(rows).numpy()
         frame = pd.DataFrame(values, columns=[str(i) for i in range(self.dim)])
         frame.insert(0, "raw", pd.Series(raw, dtype=object))
         return frame.rename_axis("id")
@@ -141,7 +142,7 @@ class RowsByRawId(tf.keras.layers.Layer):
             )
             mine = rows % shard.size == shard.rank
             rows, given = shard.local_row(rows[mine]), given[mine]
-        # Not scatter_nd_update: it would mark the table as sparsely used (see `TableAccess`).
+        # Not scatter_nd_update: it would mark the table as sparsely used (`TableSpec.gather`).
         whole, new = tf.convert_to_tensor(table), tf.cast(given, table.dtype)
         table.assign(tf.tensor_scatter_nd_update(whole, rows[:, np.newaxis], new))
         return len(ids)

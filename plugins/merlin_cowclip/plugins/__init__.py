@@ -45,24 +45,6 @@ if TYPE_CHECKING:
     )
     from merlin_cowclip.plugins.schedules import LinearWarmup
 
-_NAMES = {
-    "clipping": "CLIP_RULES clip_by_adaptive_column_norm clip_by_adaptive_field_norm "
-    "clip_by_column_norm clip_by_field_norm clip_by_global_norm",
-    "embeddings.counting": "Lookup LookupRecorder",
-    "embeddings.tables": "HasTables TableSpec",
-    "monitoring.statistics": "FieldStatistics NormBin NotFinite RowStatistics StepStatistics",
-    "optimizers.adam": "CowClipAdam",
-    "optimizers.cowclip": "CowClipOptimizer",
-    "optimizers.rank_sync": "RankSync",
-    "optimizers.sok": "CowClipSokOptimizer",
-    "presets": "PRESETS preset",
-    "saving.gather_tables": "whole_tables",
-    "saving.model": "load_model save_model",
-    "scaling": "Hyperparameters K SCALING_RULES recipe scale scaling_table",
-    "schedules": "LinearWarmup",
-}
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+_HOME, __getattr__, __dir__ = on_first_use(__name__, __file__)
 
 __all__ = sorted(_HOME)
-
-__getattr__, __dir__ = on_first_use(__name__, _HOME)

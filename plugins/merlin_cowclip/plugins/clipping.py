@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from merlin_cowclip.plugins._tensorflow import tf
 
@@ -62,19 +62,15 @@ def _column_lengths(norms: RowNorms, threshold: float) -> tf.Tensor:
 def _adaptive_field_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
     counts = tf.cast(norms.counts, norms.gradients.dtype)
     counts = tf.math.unsorted_segment_sum(counts, norms.fields, norms.num_fields)
-    counts = tf.gather(_at_least_one(norms.over_all(counts, "sum")), norms.fields)
+    counts = tf.gather(tf.maximum(norms.over_all(counts, "sum"), 1.0), norms.fields)
     bound = counts * tf.maximum(ratio * _field_norms(norms.rows, norms), floor)
     return _share(norms.gradients, _field_norms(norms.gradients, norms), bound)
 
 
 def _adaptive_column_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
-    counts = tf.cast(_at_least_one(norms.counts), norms.gradients.dtype)
+    # A row that no sample holds is clipped as if one did: a bound of 0 freezes it.
+    counts = tf.maximum(tf.cast(norms.counts, norms.gradients.dtype), 1.0)
     return tf.minimum(norms.gradients, counts * tf.maximum(ratio * norms.rows, floor))
-
-
-def _at_least_one(counts: tf.Tensor) -> tf.Tensor:
-    """A row or field that no sample holds is clipped as if one did: a bound of 0 freezes it."""
-    return tf.maximum(counts, tf.ones_like(counts))
 
 
 def _field_norms(norms: tf.Tensor, of: RowNorms) -> tf.Tensor:
@@ -195,29 +191,6 @@ def clip_by_global_norm(
     not used.
     """
     return _clip("global", gradients, rows, counts, threshold=threshold)
-
-
-def absent_rows(
-    rows: tf.Tensor,
-    l2: float | tf.Tensor,
-    *,
-    clip: tuple[Any, ...] | None = None,
-    exempt: tf.Tensor | None = None,
-) -> tf.Tensor:
-    """The gradient of rows that no sample of the batch holds: `2λ·w_k`, clipped as of count 1.
-
-    `clip` has r and ζ of the rule "adaptive_column", the only one that reaches absent rows
-    (Algorithm 1 over all rows), and only if r < 2λ. `exempt` rows are not clipped. The result is a
-    buffer of its own.
-    """
-    decay = 2.0 * l2 * rows
-    if clip is None:
-        return decay
-    norms = row_norms(decay)
-    lengths = tf.minimum(norms, tf.maximum(clip[0] * row_norms(rows), clip[1]))
-    if exempt is not None:
-        lengths = tf.where(exempt, norms, lengths)
-    return with_lengths(decay, norms, lengths)
 
 
 def _clip(

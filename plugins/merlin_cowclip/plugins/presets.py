@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from merlin_cowclip.plugins.scaling import Hyperparameters, K, find_rule
+from merlin_cowclip.plugins.scaling import Hyperparameters, K, find_rule, recipe
 
 _R2 = 2**0.5
 _R10 = 10**0.5
@@ -60,17 +60,11 @@ def _presets() -> dict[tuple[str, str, int], Hyperparameters]:
     presets = {}
     for rule, columns in _TABLE_8.items():
         for batch, dense, embedding, l2 in zip(_BATCHES, *columns, strict=False):
-            presets["criteo", rule, batch] = Hyperparameters(
-                batch_size=batch,
-                embedding_lr=embedding,
-                l2=l2,
-                **{**find_rule(rule).recipe, "dense_lr": dense},
-            )
-    for dataset, (denses, l2s, ratios, floors) in _TABLE_9.items():
-        for batch, dense, l2, ratio, floor in zip(
-            _BATCHES, denses, l2s, ratios, floors, strict=True
-        ):
-            presets[dataset, "cowclip", batch] = Hyperparameters(
+            rates = {"dense_lr": dense, "embedding_lr": embedding}
+            presets["criteo", rule, batch] = recipe(rule).replace(batch_size=batch, l2=l2, **rates)
+    for dataset, of_dataset in _TABLE_9.items():
+        for batch, dense, l2, ratio, floor in zip(_BATCHES, *of_dataset, strict=True):
+            presets[dataset, "cowclip", batch] = recipe("cowclip").replace(
                 batch_size=batch, dense_lr=dense, l2=l2, clip_ratio=ratio, clip_floor=floor
             )
     return presets

@@ -84,7 +84,19 @@ class Hyperparameters:
             check_number(name, getattr(self, name), positive=True)
         for name in ("l2", "clip_floor", "init_stddev", "warmup_epochs"):
             check_number(name, getattr(self, name))
-        check_clip(self.clip, self.clip_threshold)
+        clip, threshold = self.clip, self.clip_threshold
+        if clip not in (None, *CLIPS):
+            wanted = f"None or one of {', '.join(CLIPS)}"
+            raise ValueError(f"clip must be {wanted}. Received: clip={clip!r}")
+        if clip in CONSTANT_CLIPS and threshold is None:
+            raise ValueError(f"clip={clip!r} needs clip_threshold, its constant. Received: None")
+        if clip in CONSTANT_CLIPS:
+            check_number("clip_threshold", threshold, positive=True)
+        elif threshold is not None:
+            raise ValueError(
+                f"clip_threshold belongs to {', '.join(CONSTANT_CLIPS)}. Received: "
+                f"clip_threshold={threshold!r} with clip={clip!r}"
+            )
         make_plain(self)
 
     def replace(self, **changes: Any) -> Hyperparameters:
@@ -110,21 +122,6 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> float:
         wanted = "a positive number" if positive else "a number that is not negative"
         raise ValueError(f"{name} must be {wanted}. Received: {name}={value!r}")
     return float(value)
-
-
-def check_clip(clip: str | None, threshold: float | None) -> None:
-    """Refuse an unknown clip rule, and a constant rule without its constant or the reverse."""
-    if clip is not None and clip not in CLIPS:
-        raise ValueError(f"clip must be None or one of {', '.join(CLIPS)}. Received: clip={clip!r}")
-    if clip in CONSTANT_CLIPS:
-        if threshold is None:
-            raise ValueError(f"clip={clip!r} needs clip_threshold, its constant. Received: None")
-        check_number("clip_threshold", threshold, positive=True)
-    elif threshold is not None:
-        raise ValueError(
-            f"clip_threshold belongs to {', '.join(CONSTANT_CLIPS)}. Received: "
-            f"clip_threshold={threshold!r} with clip={clip!r}"
-        )
 
 
 def _show(value: Any) -> str:

@@ -5,8 +5,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from merlin_cowclip.models import MODELS
-from merlin_cowclip.plugins.optimizers.adam import UPDATES
-from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.configuration import UPDATES, TrainConfig
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.rebuilding import compile_by, network
 

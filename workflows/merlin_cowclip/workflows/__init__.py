@@ -38,39 +38,6 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.training.runs import Run
     from merlin_cowclip.workflows.training.train import resume, train
 
-_HOME = {
-    "AVAZU": "data.spec",
-    "CRITEO": "data.spec",
-    "DatasetSpec": "data.spec",
-    "FollowEpochs": "training.loader",
-    "Keeping": "training.keeping",
-    "Loader": "training.loader",
-    "PreparedData": "data.prepared_data",
-    "Repository": "serving.repository",
-    "Run": "training.runs",
-    "Split": "data.spec",
-    "Stopped": "errors",
-    "TrainConfig": "training.configuration",
-    "TuneConfig": "study.configuration",
-    "Tuned": "study.tuned",
-    "UserError": "errors",
-    "adopt": "data.adopt.pipeline",
-    "evaluate": "training.evaluation",
-    "evaluate_logs": "training.prediction",
-    "export": "serving.export",
-    "find_spec": "data.spec",
-    "frequencies": "data.frequencies",
-    "keep_top_ids": "data.top_ids",
-    "predict": "training.evaluation",
-    "predict_logs": "training.prediction",
-    "prepare": "data.prepare.pipeline",
-    "rare_costs": "serving.rare_ids",
-    "resume": "training.train",
-    "train": "training.train",
-    "tune": "study.tune",
-    "write_synthetic": "data.synthetic",
-}
+_HOME, __getattr__, __dir__ = on_first_use(__name__, __file__)
 
 __all__ = sorted(_HOME)
-
-__getattr__, __dir__ = on_first_use(__name__, _HOME)

@@ -33,7 +33,6 @@ class ReducedRows(tf.IndexedSlices):
         self.sums = sums
 
 
-@tf.autograph.experimental.do_not_convert
 def all_reduce_dense(gradients: Sequence[Any]) -> list[Any]:
     """Gradients of dense weights, tensors or slices: of all ranks' shares as one batch's."""
     size, found = ranks().size, []
@@ -46,7 +45,6 @@ def all_reduce_dense(gradients: Sequence[Any]) -> list[Any]:
     return found
 
 
-@tf.autograph.experimental.do_not_convert
 def all_gather_rows(share: RowSums, variable: tf.Variable) -> RowSums:
     """The gradient of a replicated table: of all ranks' shares as one batch's."""
     if not share.is_whole:

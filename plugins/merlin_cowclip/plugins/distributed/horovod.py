@@ -31,11 +31,9 @@ SINGLE_PROCESS = Ranks(0, 1, 0, 1)
 
 def ranks() -> Ranks:
     """This process among those that Horovod has started; alone without it."""
-    if not has_horovod:
+    if not has_horovod or not _horovod().is_initialized():
         return SINGLE_PROCESS
     hvd = _horovod()
-    if not hvd.is_initialized():
-        return SINGLE_PROCESS
     return Ranks(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
 
 
@@ -60,7 +58,6 @@ def all_gather_each(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return [hvd.allgather(t, name=_name("all_gather"), ignore_name_scope=True) for t in tensors]
 
 
-@tf.autograph.experimental.do_not_convert
 def all_to_all(values: tf.Tensor, sizes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Rows (n×…) in the order of the ranks that they are for, of which each gets `sizes` (N).
 
@@ -70,7 +67,6 @@ def all_to_all(values: tf.Tensor, sizes: tf.Tensor) -> tuple[tf.Tensor, tf.Tenso
     return tuple(_horovod().alltoall(values, splits=sizes, name=name, ignore_name_scope=True))
 
 
-@tf.autograph.experimental.do_not_convert
 def all_reduce(values: tf.Tensor, how: str) -> tf.Tensor:
     """The "sum", "max" or "min" of what the ranks have, value by value; on all ranks at once."""
     hvd = _horovod()

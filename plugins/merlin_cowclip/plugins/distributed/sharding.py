@@ -45,8 +45,8 @@ def look_up(
     """Rows of a table in shards, by row numbers of any shape: that shape × d; on all ranks at once.
 
     A number out of range is read as the first or the last row. The gradient has slices by row
-    number of the whole table. `variable` has this rank's rows; `whole` as in `TableAccess`;
-    `trainable`: whether an optimizer sends gradients to the owners.
+    number of the whole table. `variable` has this rank's rows; `whole`: whether
+    to gather from its value; `trainable`: whether an optimizer sends gradients to the owners.
     """
     flat = tf.reshape(rows, [-1])
     shape = tf.concat([tf.shape(rows, tf.int64), [variable.shape[1]]], axis=0)
@@ -94,7 +94,6 @@ def _inverse(order: tf.Tensor, on_cpu: bool) -> tf.Tensor:
     return tf.math.invert_permutation(order) if on_cpu else tf.cast(tf.argsort(order), tf.int64)
 
 
-@tf.autograph.experimental.do_not_convert
 def join_shards(share: RowSums, variable: tf.Variable, shard: Shard) -> RowSums:
     """As `all_gather_rows`, of a sharded table: each rank has those of its own rows, by place."""
     with colocated_with(variable):

@@ -8,15 +8,19 @@ in Merlin's `DeepFMModel`, which looks every table up twice.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from merlin_cowclip.plugins._tensorflow import FuncGraph, is_recording, tf
 from merlin_cowclip.plugins.row_ops import Rows, source_of, tally, unique, unique_rows
+
+if TYPE_CHECKING:
+    from merlin_cowclip.plugins.embeddings.tables import TableSpec
 
 _MOST_EAGER = 1024  # lookups of forward passes whose gradients are never applied
 _CALL_IT_ITSELF = (
@@ -64,8 +68,11 @@ class Lookup:
         ids = self.ids
         if isinstance(ids, tf.RaggedTensor):
             rank = ids.shape.rank  # of lists of lists, or of b×(n)×1 as Merlin prepares it
-            samples = samples_of(ids if rank == 2 else ids.merge_dims(1, rank - 1))
-            ids = ids.flat_values
+            lists = ids if rank == 2 else ids.merge_dims(1, rank - 1)
+            # Not value_rowids(): on GPUs it goes through the host. So would an int32 slice.
+            ends = tf.cast(lists.row_splits, tf.int64)[1:]
+            ids, values = ids.flat_values, tf.range(tf.size(lists.flat_values, tf.int64))
+            samples = tf.searchsorted(ends, values, side="right", out_type=tf.int64)
         else:
             number, batch = tf.size(ids, tf.int64), tf.shape(ids, tf.int64)[0]
             samples = tf.range(number) // tf.maximum(number // tf.maximum(batch, 1), 1)
@@ -96,18 +103,11 @@ class Lookup:
         return number, number
 
 
-def samples_of(rows: tf.RaggedTensor) -> tf.Tensor:
-    """The sample of each value of b×(n), int64; on GPUs, `value_rowids()` goes through the host."""
-    ends = tf.cast(rows.row_splits, tf.int64)[1:]  # an int32 slice would be the host's
-    values = tf.range(tf.size(rows.flat_values, tf.int64))
-    return tf.searchsorted(ends, values, side="right", out_type=tf.int64)
-
-
 class LookupRecorder:
     """The lookups of one table since its last update; eagerly, those under a `tf.GradientTape`."""
 
     def __init__(self) -> None:
-        self._eager: list[Lookup] = []
+        self._eager: deque[Lookup] = deque(maxlen=_MOST_EAGER)
         self._key = f"_merlin_cowclip_lookups_{id(self)}"  # of graphs
         self.is_paused = False  # a layer around the table has recorded its call
 
@@ -115,7 +115,6 @@ class LookupRecorder:
         """Note a lookup of the current step."""
         if tf.executing_eagerly():
             self._eager += [lookup] if is_recording() else []
-            del self._eager[:-_MOST_EAGER]
             return
         if _is_unique(getattr(lookup.ids, "flat_values", lookup.ids)):
             raise ValueError(
@@ -126,7 +125,7 @@ class LookupRecorder:
         graph = tf.compat.v1.get_default_graph()
         graph.__dict__.setdefault(self._key, []).append(lookup)
 
-    def lookups(self) -> list[Lookup]:
+    def lookups(self) -> MutableSequence[Lookup]:
         """All lookups since the last update, in order."""
         if tf.executing_eagerly():
             return self._eager
@@ -162,21 +161,13 @@ def _is_unique(ids: tf.Tensor) -> bool:
     return op is not None and op.type.startswith("Unique")
 
 
-@tf.autograph.experimental.do_not_convert
-def count_samples(
-    recorder: LookupRecorder,
-    indices: tf.Tensor,
-    num_rows: int,
-    *,
-    name: str = "",
-    on_cpu: bool = False,
-) -> Rows:
-    """The rows of a sparse gradient (n indices), and how many samples of the step hold each.
+def count_samples(table: TableSpec, indices: tf.Tensor, on_cpu: bool = False) -> Rows:
+    """The rows of a table's gradient (n indices), and how many samples of the step hold each.
 
     A gradient of other rows than the lookups is a ValueError; in a graph, the step's error.
     """
-    lookups = recorder.take(name, indices)
-    checks = [] if tf.executing_eagerly() else [_check_size(lookups, indices, name)]
+    lookups, num_rows = table.recorder.take(table.name, indices), table.num_rows
+    checks = [] if tf.executing_eagerly() else [_check_size(lookups, indices, table.name)]
     once = {one.identity: one for one in lookups}.values()
     times = set(Counter(one.identity for one in lookups).values())
     if len(times) == 1 and not any(one.is_list for one in once):  # repeats are counts
@@ -206,14 +197,11 @@ def _check_size(lookups: Sequence[Lookup], indices: tf.Tensor, name: str) -> tf.
     return tf.debugging.Assert(fits, [refusal, tf.size(indices, tf.int64), most])
 
 
-@tf.autograph.experimental.do_not_convert
-def count_all_rows(
-    recorder: LookupRecorder, num_rows: int, *, name: str = "", on_cpu: bool = False
-) -> tf.Tensor:
+def count_all_rows(table: TableSpec, on_cpu: bool = False) -> tf.Tensor:
     """Counts of all rows of a table whose gradient is dense, V float32; see `count_samples`."""
-    once = {one.identity: one for one in recorder.take(name)}.values()
-    held = tf.concat([one.rows_per_sample(num_rows) for one in once], axis=0)
-    return tally(held, num_rows, on_cpu)
+    once = {one.identity: one for one in table.recorder.take(table.name)}.values()
+    held = tf.concat([one.rows_per_sample(table.num_rows) for one in once], axis=0)
+    return tally(held, table.num_rows, on_cpu)
 
 
 def check_repeats(indices: tf.Tensor, variable: tf.Variable) -> None:

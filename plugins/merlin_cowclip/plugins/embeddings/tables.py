@@ -17,49 +17,6 @@ from merlin_cowclip.plugins.embeddings.counting import LookupRecorder
 
 
 @dataclass(eq=False)
-class TableAccess:
-    """How a table's rows are to be looked up, so that its update costs least.
-
-    `tf.gather(variable, …)` makes TensorFlow copy the variable in every later dense update: V×d
-    bytes. Gathering from the read value does not. The lazy mode scatters, and needs the first.
-    """
-
-    # Gather from the read value; `None`, before there is an optimizer: only in eager calls.
-    whole: bool | None = None
-    # Called before rows are read, with the variable and the rows, or `None` for all.
-    catch_up: Callable[[tf.Variable, tf.Tensor | None], None] | None = None
-    is_used: bool = False  # whether the layer looks its rows up by `gather`
-    shard: Shard | None = None  # which rows this rank has; `None` for all
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: refused of a table with pending rows, or with one rank's rows."""
-        if self.catch_up is not None or self.shard is not None:
-            raise ValueError(
-                "A model with update='deferred' or sharded tables cannot be copied or pickled: its "
-                "rows are pending, or on other ranks. Use save_model and load_model."
-            )
-        return self.__dict__
-
-    @property
-    def has_pending_rows(self) -> bool:
-        """Whether rows are to catch up before they are looked up: in no SavedModel."""
-        return self.catch_up is not None and not in_save_context()
-
-    def gather(self, variable: tf.Variable, rows: tf.Tensor) -> tf.Tensor:
-        """The rows of a V×d table, by row numbers of any shape: that shape × d.
-
-        Of a table in shards `variable` is this rank's; then it is called on all ranks at once.
-        """
-        if self.catch_up is not None and self.has_pending_rows:
-            self.catch_up(variable, rows)
-        known = self.whole is not None  # to an optimizer
-        whole = self.whole if known else tf.executing_eagerly()
-        if self.shard is not None:
-            return look_up(variable, rows, self.shard, whole=bool(whole), trainable=known)
-        return tf.gather(tf.convert_to_tensor(variable) if whole else variable, rows)
-
-
-@dataclass(eq=False)
 class TableSpec:
     """One embedding variable as the optimizer sees it.
 
@@ -72,11 +29,12 @@ class TableSpec:
       columns: the schema of the fields.
       width: d. Tables of width 1 are linear weights: not clipped, unless `clip_tables` names them.
       recorder: the lookups of the current step.
-      access: how the layer is to look rows up; Merlin's own tables do it their way.
       range_of_column: for each column, the number of the range that it reads; left out, column i
         reads range i, or all columns the only one.
       set_variable: gives the layer another variable as its table; of a table that may be in shards.
       is_tied: whether an output layer reads the whole table, so that its gradient is dense.
+      uses_gather: whether the layer looks rows up by `gather`; Merlin's own do it their way.
+      shard: which rows this rank has, where the ranks share them.
     """
 
     name: str
@@ -86,10 +44,15 @@ class TableSpec:
     columns: tuple[ColumnSchema, ...]
     width: int
     recorder: LookupRecorder = field(default_factory=LookupRecorder)
-    access: TableAccess = field(default_factory=TableAccess)
     range_of_column: tuple[int, ...] = ()
     set_variable: Callable[[tf.Variable], None] | None = None
     is_tied: bool = False
+    uses_gather: bool = False
+    shard: Shard | None = None
+    # Set by the optimizer: whether `gather` reads the whole variable (`None`: in eager calls), and
+    # what is called before rows are read, with the variable and the rows, or `None` for all.
+    reads_whole: bool | None = None
+    catch_up: Callable[[tf.Variable, tf.Tensor | None], None] | None = None
 
     def __post_init__(self) -> None:
         ranges, columns = len(self.row_offsets) - 1, len(self.columns)
@@ -100,11 +63,6 @@ class TableSpec:
     def variable(self) -> tf.Variable:
         """The V×d variable of the built table; of one in shards, this rank's rows."""
         return self.get_variable()
-
-    @property
-    def shard(self) -> Shard | None:
-        """Which rows this rank has, where the ranks share them."""
-        return self.access.shard
 
     @property
     def num_rows(self) -> int:
@@ -130,6 +88,36 @@ class TableSpec:
             if column.name in wanted or any(Schema([column]).select_by_tag(tag) for tag in tags)
         }  # USER_ID: USER and ID
         return tuple(number in hits for number in range(len(self.row_offsets) - 1))
+
+    @property
+    def has_pending_rows(self) -> bool:
+        """Whether rows are to catch up before they are looked up: in no SavedModel."""
+        return self.catch_up is not None and not in_save_context()
+
+    def gather(self, rows: tf.Tensor) -> tf.Tensor:
+        """Embeddings by row numbers of any shape: that shape × d.
+
+        Of a sharded table, called on all ranks at once. `tf.gather(variable, …)` makes TensorFlow
+        copy the variable in every later dense update, V×d bytes; gathering from the read value does
+        not. The lazy mode scatters, and needs the first.
+        """
+        variable = self.variable
+        if self.catch_up is not None and self.has_pending_rows:
+            self.catch_up(variable, rows)
+        is_known = self.reads_whole is not None  # to an optimizer
+        whole = bool(self.reads_whole if is_known else tf.executing_eagerly())
+        if self.shard is not None:
+            return look_up(variable, rows, self.shard, whole=whole, trainable=is_known)
+        return tf.gather(tf.convert_to_tensor(variable) if whole else variable, rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: refused of a table with pending rows, or with one rank's rows."""
+        if self.catch_up is not None or self.shard is not None:
+            raise ValueError(
+                "A model with update='deferred' or sharded tables cannot be copied or pickled: its "
+                "rows are pending, or on other ranks. Use save_model and load_model."
+            )
+        return self.__dict__
 
 
 def normalize_clip_tables(clip_tables: Any, clip: str | None) -> tuple[Any, ...] | None:

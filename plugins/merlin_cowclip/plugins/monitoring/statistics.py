@@ -121,7 +121,7 @@ class StepStatistics:
         # In float64 also within a step: float32 is exact up to 2^24.
         frequent = tf.cast(counts >= tf.constant(self.frequent_from, counts.dtype), tf.int64)
         counts = tf.cast(counts, tf.float64)
-        is_held = counts > 0  # not padding, and no id beyond the table: see `adam.py`
+        is_held = counts > 0  # not padding
         # Not norms.rows: were they read twice, the graph optimizer would change a last digit.
         weights = tf.concat([plain_norms(some) for some in rows], axis=0)
         held = tf.cast(is_held, tf.float64)
@@ -189,14 +189,11 @@ class StepStatistics:
         for spec, by_range in self._tables.items():
             for field, clipped in zip(spec.range_names, by_range, strict=True):
                 (steps,), rare, frequent, _ = np.split(next(rows), _ENDS[:-1])
-                of_ids = (_row_statistics(one.tolist()) for one in (frequent, rare))
+                kinds = frequent.tolist(), rare.tolist()
+                of_ids = (RowStatistics(*map(int, k[:_COUNTED]), *k[_COUNTED:]) for k in kinds)
                 is_of = names[spec], field, spec.width, clipped
                 found.append(FieldStatistics(*is_of, int(steps), *of_ids))
         return found
-
-
-def _row_statistics(sums: list[float]) -> RowStatistics:
-    return RowStatistics(*map(int, sums[:_COUNTED]), *sums[_COUNTED:])
 
 
 def plain_norms(rows: tf.Tensor) -> tf.Tensor:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from merlin_cowclip.plugins._checks import RefusesOptions
 from merlin_cowclip.plugins._tensorflow import is_op_determinism_enabled, mm, tf
-from merlin_cowclip.plugins.clipping import (
-    CLIP_RULES,
-    RowNorms,
-    absent_rows,
-    row_norms,
-    widened,
-    with_lengths,
-)
+from merlin_cowclip.plugins.clipping import CLIP_RULES, RowNorms, row_norms, widened, with_lengths
 from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums, all_gather_rows
 from merlin_cowclip.plugins.distributed.horovod import all_reduce
 from merlin_cowclip.plugins.distributed.sharding import Shard, join_shards
@@ -28,11 +20,10 @@ from merlin_cowclip.plugins.embeddings.tables import TableSpec
 from merlin_cowclip.plugins.monitoring.statistics import StepStatistics, plain_norms
 from merlin_cowclip.plugins.optimizers.deferred import DeferredRows
 from merlin_cowclip.plugins.row_ops import colocated_with, sum_per_row, unique_rows, with_rows
-from merlin_cowclip.plugins.scaling import Hyperparameters, check_clip, check_number
+from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 
-UPDATES = ("exact", "lazy", "deferred")
 CLIPS_OF_KERAS = "clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers"
-Part = TypeVar("Part", bound="CowClipAdam")
+_OF_TABLES = "l2", "clip", "clip_ratio", "clip_floor", "clip_threshold"  # of `Hyperparameters`
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -75,6 +66,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         CLIPS_OF_KERAS, "Choose a rule with clip, and clip_threshold."
     )
     settled: ClassVar[Collection[str]] = ("clip", "update")
+    updates: ClassVar[Sequence[str]] = ("exact", "lazy")
 
     def __init__(
         self,
@@ -91,8 +83,9 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         update: str = "exact",
         name: str = "CowClipAdam",
     ) -> None:
-        if update not in UPDATES:
-            raise ValueError(f"update must be one of {', '.join(UPDATES)}. Received: {update!r}")
+        if update not in self.updates:
+            wanted = ", ".join(self.updates)
+            raise ValueError(f"update must be one of {wanted}. Received: {update!r}")
         if not callable(learning_rate) and not tf.is_tensor(learning_rate):
             learning_rate = check_number("learning_rate", learning_rate, positive=True)
         if max(check_number("beta_1", beta_1), check_number("beta_2", beta_2)) >= 1:
@@ -108,15 +101,12 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         self._check_settings()
         self.deferred = DeferredRows(self) if update == "deferred" else None
         self._specs: dict[Any, TableSpec] = {}
-        self._exempt: dict[Any, tuple[bool, ...]] = {}
+        self._is_clipped: dict[Any, Sequence[bool]] = {}
 
     def _check_settings(self) -> None:
         """Refuse what is out of range; checked at each step, because it may have been set."""
-        check_clip(self.clip, self.clip_threshold)
-        for name in ("l2", "clip_floor"):
-            check_number(name, getattr(self, name))
-        for name in ("clip_ratio", "epsilon"):
-            check_number(name, getattr(self, name), positive=True)
+        Hyperparameters(**{name: getattr(self, name) for name in _OF_TABLES})
+        check_number("epsilon", self.epsilon, positive=True)
 
     def _number(self, name: str, dtype: tf.DType) -> Any:
         """A setting as a step reads it."""
@@ -126,11 +116,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
     def bind_tables(self, tables: Mapping[TableSpec, Sequence[bool]]) -> None:
         """Count the ids that these built tables record; each with what ranges are clipped."""
         self._specs = {spec.variable.ref(): spec for spec in tables}
-        self._exempt = {
-            spec.variable.ref(): tuple(not c for c in clipped)
-            for spec, clipped in tables.items()
-            if not all(clipped)
-        }
+        self._is_clipped = {spec.variable.ref(): clipped for spec, clipped in tables.items()}
 
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
         super()._create_slots(var_list)
@@ -145,11 +131,10 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         self, old: tf.Variable, new: tf.Variable, moments: Mapping[str, tf.Variable]
     ) -> None:
         """Have another variable, with these moments, in the place of a table."""
-        places = {slot.ref(): name for name, slot in self._slots.pop(old._unique_id, {}).items()}
+        before = self._slots.pop(old._unique_id, {})
         self._slots[new._unique_id] = dict(moments)
-        self._weights = [
-            moments[places[v.ref()]] if v.ref() in places else v for v in self._weights
-        ]
+        replaced = {slot.ref(): moments[name] for name, slot in before.items()}
+        self._weights = [replaced.get(v.ref(), v) for v in self._weights]
 
     def shard_of(self, variable: tf.Variable) -> Shard | None:
         """Which rows of a table this rank has, where the ranks share them."""
@@ -179,12 +164,12 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             if not isinstance(gradient, tf.IndexedSlices):
                 spec, counts = _checked(spec, variable, self.update), tf.zeros([number])
                 if is_counted:
-                    counts = count_all_rows(spec.recorder, number, name=spec.name, on_cpu=on_cpu)
+                    counts = count_all_rows(spec, on_cpu)
                 rows = tf.range(number, dtype=tf.int64)
                 return RowSums(rows, widened(gradient), counts, is_whole=True)
             indices = gradient.indices
             if spec is not None and is_counted:
-                found = count_samples(spec.recorder, indices, number, name=spec.name, on_cpu=on_cpu)
+                found = count_samples(spec, indices, on_cpu)
             else:
                 if self.clip is not None and CLIP_RULES[self.clip].adaptive:
                     check_repeats(indices, variable)
@@ -218,7 +203,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             sums = gradient.sums if is_reduced else self._sum_rows(gradient, variable)
             if self.deferred is not None:
                 self.deferred.catch_up_updated(variable, sums.indices)
-            # See `TableAccess`.
+            # See `TableSpec.gather`.
             whole = sums.is_whole or self.update == "exact"
             rows = tf.convert_to_tensor(variable) if whole else variable
             rows = rows if sums.is_whole else tf.gather(rows, sums.indices)
@@ -235,19 +220,17 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         if self.clip is None and self.statistics is None:
             return [table.gradients for table in tables]
         norms_of = plain_norms if self.clip is None else row_norms
-        pairs = list(zip(tables, variables, strict=True))
-        norms = [_of_rows(norms_of(table.gradients), table, v) for table, v in pairs]
-        ranges = [len(self._row_offsets(variable)) - 1 for variable in variables]
-        first = np.cumsum([0, *ranges])
-        fields = [
-            int(first[i]) + self._field_of(v, table.indices) for i, (table, v) in enumerate(pairs)
-        ]
+        norms = [norms_of(table.gradients) for table in tables]
+        fields, num_fields = [], 0
+        for table, variable in zip(tables, variables, strict=True):
+            fields.append(num_fields + self._field_of(variable, table.indices))
+            num_fields += len(self.clipped_ranges_of(variable))
         known = RowNorms(
             tf.concat(norms, axis=0),
             tf.concat([row_norms(some) for some in rows], axis=0),
-            tf.concat([_of_rows(table.counts, table, v) for table, v in pairs], axis=0),
+            tf.concat([table.counts for table in tables], axis=0),
             tf.concat(fields, axis=0),
-            sum(ranges),
+            num_fields,
             *self._over_all(variables),
         )
         lengths = known.gradients if self.clip is None else self._lengths(known, variables)
@@ -256,7 +239,6 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             with colocated_with(variables[0]) as on_cpu:
                 # Of a dense gradient every row is one of the batch's; of another not the padding.
                 held = [tf.maximum(t.counts, 1.0) if t.is_whole else t.counts for t in tables]
-                held = [_of_rows(counts, *pair) for counts, pair in zip(held, pairs, strict=True)]
                 self.statistics.add(known, tf.concat(held, axis=0), lengths, rows, specs, on_cpu)
         if self.clip is None:
             return [table.gradients for table in tables]
@@ -280,17 +262,11 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
     def _lengths(self, given: RowNorms, variables: list[tf.Variable]) -> tf.Tensor:
         """The gradients' norms after the clip, U."""
         rule, exempt, known = CLIP_RULES[self.clip or ""], None, given
-        if self._exempt:  # such rows take no part in a norm, and keep their own
-            by_field = [
-                one
-                for v in variables
-                for one in self._exempt.get(v.ref(), (False,) * (len(self._row_offsets(v)) - 1))
-            ]
-            exempt = tf.gather(tf.constant(by_field), known.fields)
-            known = known._replace(
-                gradients=tf.where(exempt, tf.zeros_like(known.gradients), known.gradients),
-                rows=tf.where(exempt, tf.zeros_like(known.rows), known.rows),
-            )
+        is_clipped = [one for variable in variables for one in self.clipped_ranges_of(variable)]
+        if not all(is_clipped):  # the others' rows take no part in a norm, and keep their own
+            exempt = tf.logical_not(tf.gather(tf.constant(is_clipped), known.fields))
+            without = tf.where(exempt, tf.zeros_like(known.gradients), known.gradients)
+            known = known._replace(gradients=without)
         dtype = known.gradients.dtype
         parameters = {name: self._number(f"clip_{name}", dtype) for name in rule.parameters}
         lengths = rule.lengths(known, **parameters)
@@ -298,15 +274,16 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     def _field_of(self, variable: tf.Variable, indices: tf.Tensor) -> tf.Tensor:
         """For rows of a variable, the number of the range that each belongs to, int64."""
-        after, shard = self._row_offsets(variable)[1:-1], self.shard_of(variable)
-        if not after:
-            return tf.zeros(tf.shape(indices), tf.int64)
-        rows = indices if shard is None else shard.global_row(tf.cast(indices, tf.int64))
-        return tf.searchsorted(tf.constant(after, tf.int64), rows, side="right", out_type=tf.int64)
-
-    def _row_offsets(self, variable: tf.Variable) -> tuple[int, ...]:
         spec = self._specs.get(variable.ref())
-        return (0, variable.shape[0]) if spec is None else spec.row_offsets
+        if spec is None or len(spec.row_offsets) == 2:
+            return tf.zeros(tf.shape(indices), tf.int64)
+        rows, after = tf.cast(indices, tf.int64), tf.constant(spec.row_offsets[1:-1], tf.int64)
+        rows = rows if spec.shard is None else spec.shard.global_row(rows)
+        return tf.searchsorted(after, rows, side="right", out_type=tf.int64)
+
+    def clipped_ranges_of(self, variable: tf.Variable) -> Sequence[bool]:
+        """For each range of rows of a variable, whether the clip applies to it."""
+        return self._is_clipped.get(variable.ref(), (True,))
 
     def _resource_apply_sparse_duplicate_indices(
         self, grad: tf.Tensor, handle: tf.Variable, indices: tf.Tensor
@@ -326,13 +303,16 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     def _whole_gradient(self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor) -> tf.Tensor:
         """V×d: the batch's rows as clipped, all others as absent, in one V×d temporary."""
-        rows = tf.convert_to_tensor(var)
         if self.l2 or self.hyperparameter_variables:
-            l2, *clip = (self._number(n, rows.dtype) for n in ("l2", "clip_ratio", "clip_floor"))
-            # The norm of 2λ·w exceeds max(r·‖w‖, ζ) only if r < 2λ.
-            is_reached = self.clip == "adaptive_column" and self.clip_ratio < 2.0 * self.l2
-            bounds = tuple(clip) if is_reached else None
-            absent = absent_rows(rows, l2, clip=bounds, exempt=self._exempt_mask(var))
+            rows = tf.convert_to_tensor(var)
+            l2, r, floor = (self._number(n, rows.dtype) for n in ("l2", "clip_ratio", "clip_floor"))
+            absent = 2.0 * l2 * rows
+            # Other rules leave absent rows out. The norm of 2λ·w exceeds r·‖w‖ only if r < 2λ.
+            if self.clip == "adaptive_column" and self.clip_ratio < 2.0 * self.l2:
+                norms, exempt = row_norms(absent), self._exempt_mask(var)
+                lengths = tf.minimum(norms, tf.maximum(r * row_norms(rows), floor))
+                lengths = lengths if exempt is None else tf.where(exempt, norms, lengths)
+                absent = with_lengths(absent, norms, lengths)
         else:
             # Not tf.zeros: a constant may be shared, and is written into below.
             shape = tf.constant(var.shape.as_list(), tf.int32)
@@ -342,10 +322,10 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     def _exempt_mask(self, var: tf.Variable) -> tf.Tensor | None:
         """Which rows of a table are not to be clipped, V booleans; `None` for none."""
-        exempt, shard = self._exempt.get(var.ref()), self.shard_of(var)
-        if exempt is None:
+        is_clipped, shard = self.clipped_ranges_of(var), self.shard_of(var)
+        if all(is_clipped):
             return None
-        mask = tf.repeat(tf.constant(exempt), np.diff(self._row_offsets(var)))
+        mask = tf.repeat(tf.logical_not(is_clipped), np.diff(self._specs[var.ref()].row_offsets))
         return mask if shard is None else mask[shard.rank :: shard.size]
 
     def _resource_scatter_operate(
@@ -363,22 +343,10 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
-        return {
-            "name": self._name,
-            **{name: self._setting(name) for name in ("learning_rate", "beta_1", "beta_2")},
-            "epsilon": self.epsilon,
-            "l2": self.l2,
-            "clip": self.clip,
-            "clip_ratio": self.clip_ratio,
-            "clip_floor": self.clip_floor,
-            "clip_threshold": self.clip_threshold,
-            "update": self.update,
-        }
-
-    def _setting(self, name: str) -> Any:
-        """One of Keras's hyperparameters; of a variable its value as a number of Python's."""
-        value = self._serialize_hyperparameter(name)
-        return float(value) if isinstance(value, numbers.Real) else value
+        config = {name: getattr(self, name) for name in ("epsilon", *_OF_TABLES, "update")}
+        for name in ("learning_rate", "beta_1", "beta_2"):
+            config[name] = self._serialize_hyperparameter(name)
+        return {"name": self._name, **config}
 
 
 def _scatters_through_host(variable: tf.Variable) -> bool:
@@ -387,36 +355,16 @@ def _scatters_through_host(variable: tf.Variable) -> bool:
     return _on_gpu(variable) and is_op_determinism_enabled()
 
 
-def _of_rows(values: tf.Tensor, table: RowSums, variable: tf.Variable) -> tf.Tensor:
-    """A value for each row, U; 0 for ids beyond the table, which a GPU's lookup lets pass."""
-    if not _on_gpu(variable) or variable.shape[0] is None:
-        return values
-    last = tf.constant(variable.shape[0] - 1, tf.int64)
-    indices = tf.cast(table.indices, tf.int64)
-    inside = tf.logical_and(indices >= 0, indices <= last)
-    return tf.where(inside, values, tf.zeros_like(values))
-
-
 def _on_gpu(variable: tf.Variable) -> bool:
     return "GPU" in (variable.device or "")
 
 
-def table_parts(kind: type[Part], rate: Any, hp: Hyperparameters, update: str) -> tuple[Part, Part]:
+def table_parts(kind: Any, rate: Any, hp: Hyperparameters, update: str) -> tuple[Any, Any]:
     """Optimizers of the clipped tables and of the others, of a `CowClipAdam` class."""
-    clipped, unclipped = (
-        kind(
-            rate,
-            l2=hp.l2,
-            clip=clip,
-            clip_ratio=hp.clip_ratio,
-            clip_floor=hp.clip_floor,
-            clip_threshold=hp.clip_threshold if clip else None,
-            update=update,
-            name=name,
-        )
-        for name, clip in (("clipped", hp.clip), ("unclipped", None))
-    )
-    return clipped, unclipped
+    given: dict[str, Any] = {"clip_ratio": hp.clip_ratio, "clip_floor": hp.clip_floor}
+    given |= {"l2": hp.l2, "update": update}
+    clipped = kind(rate, clip=hp.clip, clip_threshold=hp.clip_threshold, name="clipped", **given)
+    return clipped, kind(rate, clip=None, name="unclipped", **given)
 
 
 def _checked(spec: TableSpec | None, variable: tf.Variable, update: str) -> TableSpec:

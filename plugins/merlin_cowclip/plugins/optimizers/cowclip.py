@@ -26,10 +26,6 @@ from merlin_cowclip.plugins.schedules import LinearWarmup, Proportional, Schedul
 _CLIPPED = "Use hyperparameters.clip for tables; set it on optimizer.default_optimizer for others."
 _PER_PART = "Each of optimizer.optimizers, its three parts, has its own."
 _UNKNOWN = -1  # the length of a warm-up before the steps per epoch are known
-_NO_MODEL = (
-    "This optimizer knows no model yet. Use CowClipOptimizer.for_model(model, …), or call "
-    "optimizer.bind(model), before compile."
-)
 _NO_RATE = dict.fromkeys(
     ("learning_rate", "lr"),
     "Set optimizer.learning_rate, which scales those of all parts, or give for_model a schedule.",
@@ -47,6 +43,7 @@ class TablePart(CowClipAdam):
     """`CowClipAdam` as a part of a `CowClipOptimizer`."""
 
     not_offered: ClassVar[Mapping[str, str]] = {**CowClipAdam.not_offered, **_NO_RATE}
+    updates: ClassVar[Sequence[str]] = (*CowClipAdam.updates, "deferred")
 
 
 class DensePart(RefusesOptions, tf.keras.optimizers.legacy.Adam):
@@ -208,8 +205,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
                 "update='deferred' is not offered on several ranks. Use 'exact' or 'lazy'; to "
                 "predict, load the model by tf.keras.models.load_model(path, compile=False)."
             )
-        if deferred and not all(spec.access.is_used for spec in specs):
-            others = ", ".join(spec.name for spec in specs if not spec.access.is_used)
+        others = ", ".join(spec.name for spec in specs if not spec.uses_gather)
+        if deferred and others:
             raise ValueError(
                 "update='deferred' needs tables whose rows can catch up before they are read: "
                 f"those of FusedEmbeddings. Received: {others}. Use 'exact' or 'lazy', or put "
@@ -223,7 +220,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         install_hooks(model, self)
         if set(specs) != set(self._specs or ()):
             self._has_stepped = False
-            self._set_statistics(None)
+            for part in self._tables:
+                part.statistics = None
         self._model = weakref.ref(model)
         self._specs = specs
         self._bound = ()
@@ -232,26 +230,24 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     def take_tables(self) -> None:
         """Own the tables, no longer another optimizer, whose pending rows are caught up."""
         for spec in self._specs or ():
-            before = spec.access.catch_up
+            before = spec.catch_up
             if before is not None and before != self._catch_up_rows and spec.layer.built:
                 before(spec.variable, None)
-            spec.access.whole = self.update_mode == "exact"
-            spec.access.catch_up = self._catch_up_rows if self.update_mode == "deferred" else None
+            spec.reads_whole = self.update_mode == "exact"
+            spec.catch_up = self._catch_up_rows if self.update_mode == "deferred" else None
 
     def release_tables(self) -> None:
         """Own the tables no more, until `take_tables`; no row is pending."""
         self.catch_up()
         for spec in self._specs or ():
-            spec.access.whole = spec.access.catch_up = None
+            spec.reads_whole = spec.catch_up = None
 
     @tf.autograph.experimental.do_not_convert
     def _catch_up_rows(self, variable: tf.Variable, rows: tf.Tensor | None) -> None:
         """Catch up `rows` (all if `None`) before they are read; a copied model has no owner."""
         part = self.owner().get(variable.ref())
-        if part is not None and rows is not None:
+        if part is not None:
             part.deferred.catch_up_rows(variable, rows)
-        elif part is not None:
-            part.deferred.catch_up()
 
     def catch_up(self) -> None:
         """With `update="deferred"`, make all rows of all tables as `"exact"` would have them.
@@ -259,14 +255,13 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         Call it before you read a table's variable; methods of the model and `save_model` do so.
         """
         for spec in self._specs or ():
-            if spec.access.catch_up is not None and spec.layer.built:
-                spec.access.catch_up(spec.variable, None)
+            if spec.catch_up is not None and spec.layer.built:
+                spec.catch_up(spec.variable, None)
 
     @property
     def _weights(self) -> list[tf.Variable]:
         """Keras's; read by compile, where an optimizer without a model is refused."""
-        if self._specs is None:
-            raise ValueError(_NO_MODEL)
+        _ = self.table_specs
         return self._own_weights
 
     @_weights.setter
@@ -293,7 +288,10 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     def table_specs(self) -> tuple[TableSpec, ...]:
         """The model's embedding tables."""
         if self._specs is None:
-            raise ValueError(_NO_MODEL)
+            raise ValueError(
+                "This optimizer knows no model yet. Use CowClipOptimizer.for_model(model, …), or "
+                "call optimizer.bind(model), before compile."
+            )
         return tuple(self._specs)
 
     def owner(self) -> dict[Any, Any]:
@@ -309,12 +307,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     def by_part(self, pairs: Iterable[Any]) -> list[tuple[Any, list[Any]]]:
         """Each of the three parts with those of some tuples whose last item it trains."""
-        owner = self.owner()
-        shares: dict[int, tuple[Any, list[Any]]] = {id(p): (p, []) for p in self.optimizers}
-        for pair in pairs:
-            part = owner.get(pair[-1].ref(), self.default_optimizer)
-            shares[id(part)][1].append(pair)
-        return list(shares.values())
+        owner, default = self.owner(), self.default_optimizer
+        owned = [(owner.get(pair[-1].ref(), default), pair) for pair in pairs]
+        return [(part, [pair for its, pair in owned if its is part]) for part in self.optimizers]
 
     def in_shards(self) -> dict[Any, Shard]:
         """By reference, which rows this rank has of a sharded table, and of its moments."""
@@ -416,7 +411,6 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         for part, mine in self.by_part((variable,) for variable in variables):
             part._create_all_weights([variable for (variable,) in mine])
 
-    @tf.autograph.experimental.do_not_convert
     def _aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
         """Keras's, by which its loss scaling decides whether to make the step."""
         pairs = filter_empty_gradients(grads_and_vars)
@@ -439,7 +433,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """
         pairs = filter_empty_gradients(grads_and_vars)
         mine = self._catch_up_rows if self.update_mode == "deferred" else None
-        if any(spec.access.catch_up != mine for spec in self.table_specs):
+        if any(spec.catch_up != mine for spec in self.table_specs):
             raise ValueError(
                 "These tables now belong to another optimizer, and update='deferred' allows one at "
                 "a time. Call optimizer.bind(model), then re-trace your step."
@@ -484,12 +478,11 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             raise ValueError(
                 "The model must be built before its variables can be listed. Call it on a batch."
             )
-        ranges = {s.variable.ref(): r for s, r in self.clipped_ranges().items() if s.layer.built}
         lines = []
         for variable in model.trainable_variables:
             part, rule, l2 = owner.get(variable.ref(), self.default_optimizer), "Adam", 0.0
             if part is not self.default_optimizer:
-                clipped, l2 = ranges[variable.ref()], part.l2
+                clipped, l2 = part.clipped_ranges_of(variable), part.l2
                 rule = f"clip {part.clip}" if any(clipped) else "no clip"
                 if any(clipped) and not all(clipped):
                     rule += f" ({sum(clipped)} of {len(clipped)} fields)"
@@ -516,12 +509,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
                 "observe() must be called before the first training step, right after for_model, "
                 f"and always with the same frequent_share. Received: {frequent_share!r}."
             )
-        self._set_statistics(found)
-        return found
-
-    def _set_statistics(self, statistics: StepStatistics | None) -> None:
         for part in self._tables:
-            part.statistics = statistics
+            part.statistics = found
+        return found
 
     def learning_rates(self) -> LearningRates:
         """The learning rates of the last step, with warm-up, schedules and what was set since."""
@@ -549,15 +539,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """A table of all trainable variables: rows, width, rule, learning rate, L2."""
         return summary_of(self.owned(), self.table_specs, float(self._factor()))
 
-    # MultiOptimizer takes the count from its first pair, which may own no variable.
-    @property
-    def iterations(self) -> tf.Variable:
-        """Number of updates, int64, skipped ones of loss scaling too; each part counts its own."""
-        return tf.keras.optimizers.legacy.Optimizer.iterations.fget(self)
-
-    @iterations.setter
-    def iterations(self, variable: tf.Variable) -> None:
-        tf.keras.optimizers.legacy.Optimizer.iterations.fset(self, variable)
+    # Keras's, not that of MultiOptimizer's first pair, which may own no variable: the number of
+    # updates, skipped ones of loss scaling too. Each part counts its own.
+    iterations = tf.keras.optimizers.legacy.Optimizer.iterations
 
     @property
     def weights(self) -> list[tf.Variable]:

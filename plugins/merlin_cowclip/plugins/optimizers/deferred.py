@@ -85,8 +85,7 @@ class DeferredRows:
     def _settings(self) -> AdamConstants:
         """What missed steps depend on, if rows can apply them later."""
         mine = self._optimizer
-        # Without a `CowClipOptimizer` it has none of these, and `before_step` refuses it.
-        rate = getattr(mine._hyper["learning_rate"], "rate", 0.0)
+        rate = mine._hyper["learning_rate"].rate
         beta_1, beta_2 = (float(mine._serialize_hyperparameter(f"beta_{i}")) for i in (1, 2))
         adam = AdamConstants(beta_1, beta_2, mine.epsilon, mine.l2)
         check_deferrable(rate, clip=mine.clip, clip_ratio=mine.clip_ratio, **adam._asdict())
@@ -96,9 +95,8 @@ class DeferredRows:
         """The step up to which each row of a table is up to date, V×1; `None` before training."""
         return self._optimizer.slots_of(variable).get(LAST_STEP)
 
-    @tf.autograph.experimental.do_not_convert
-    def catch_up_rows(self, variable: tf.Variable, rows: tf.Tensor) -> None:
-        """Apply missed steps to rows of a table, by numbers of any shape, with repeats."""
+    def catch_up_rows(self, variable: tf.Variable, rows: tf.Tensor | None) -> None:
+        """Apply missed steps to a table's rows (of any shape, with repeats; or all: `None`)."""
         if self._last_step(variable) is None:
             spec = self._optimizer._specs.get(variable.ref())
             if tf.executing_eagerly() or spec is None or not spec.layer.trainable:
@@ -106,23 +104,23 @@ class DeferredRows:
             with tf.init_scope():
                 self._optimizer._create_all_weights([variable])
         with not_recorded(), colocated_with(variable) as on_cpu:
+            if rows is None:
+                self._catch_up_all(variable)
+                return
             flat = tf.reshape(tf.cast(rows, tf.int64), [-1])
             self._catch_up(variable, unique_rows(flat, variable.shape[0], on_cpu).rows)
 
-    @tf.autograph.experimental.do_not_convert
     def catch_up_updated(self, variable: tf.Variable, rows: tf.Tensor) -> None:
         """As `catch_up_rows`, of a gradient's unique rows, if a step was made since the lookup."""
         last = tf.gather(self._last_step(variable), rows)
         late = tf.reduce_any(last < tf.cast(self._optimizer.iterations, last.dtype))
         tf.cond(late, lambda: self._catch_up(variable, rows), lambda: None)
 
-    @tf.autograph.experimental.do_not_convert
     def catch_up(self) -> None:
         """Apply missed steps to all rows of the model's tables."""
         for spec in self._optimizer._specs.values():
             if self._last_step(spec.variable) is not None:
-                with not_recorded(), colocated_with(spec.variable):
-                    self._catch_up_all(spec.variable)
+                self.catch_up_rows(spec.variable, None)
 
     def _catch_up_all(self, variable: tf.Variable) -> None:
         number, width = variable.shape
@@ -162,17 +160,9 @@ class DeferredRows:
             with tf.control_dependencies(written):
                 write(last_step, rows, now)
 
-    @tf.autograph.experimental.do_not_convert
     def before_step(self, variables: Sequence[tf.Variable]) -> None:
         """Check a step on tables; where the learning rate has changed, catch up at the last one."""
         mine, specs = self._optimizer, self._optimizer._specs
-        for variable in variables:
-            spec = specs.get(variable.ref())
-            if spec is None or spec.access.catch_up is None:
-                raise ValueError(
-                    "update='deferred' requires tables that catch up before they are read: those "
-                    f"of a CowClipOptimizer. Received: {variable.name!r}. Use update='exact'"
-                )
         if self._settings() != self._constants:
             raise ValueError(
                 "l2, epsilon, beta_1 and beta_2 cannot be changed after the first step with "

@@ -37,19 +37,15 @@ def broadcast_state(optimizer: CowClipOptimizer, model: tf.keras.Model) -> None:
             )
     sharded = optimizer.in_shards()
     state = [v for v in state_of(model, optimizer).values() if v.ref() not in sharded]
-    described = {"update": optimizer.update_mode, "variables": len(state)}
-    for name, value in optimizer.hyperparameters.to_dict().items():
-        described[f"hyperparameters {name}"] = value
+    settings = {
+        "update": optimizer.update_mode,
+        "variables": len(state),
+        "hyperparameters": optimizer.hyperparameters.to_dict(),
+    }
     for place, (spec, clipped) in enumerate(optimizer.clipped_ranges().items()):
-        is_sharded = spec.shard is not None
-        described[f"table {place}"] = [
-            spec.range_names,
-            spec.row_offsets,
-            spec.width,
-            clipped,
-            is_sharded,
-        ]
-    check_same(described, "All ranks must train the same model by the same optimizer.")
+        rows = spec.range_names, spec.row_offsets, spec.width
+        settings[f"table {place}"] = [*rows, clipped, spec.shard is not None]
+    check_same(settings, "All ranks must train the same model by the same optimizer.")
     broadcast(state)
 
 

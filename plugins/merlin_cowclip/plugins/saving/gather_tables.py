@@ -61,7 +61,7 @@ def _put(spec: TableSpec, part: Any, table: tf.Variable, moments: Any, shard: Sh
     assert spec.set_variable is not None
     part.change_table(spec.variable, table, moments)
     spec.set_variable(table)
-    spec.access.shard = shard
+    spec.shard = shard
 
 
 def _whole(variable: tf.Variable, shard: Shard) -> tf.Variable | None:

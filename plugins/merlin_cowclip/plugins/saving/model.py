@@ -47,13 +47,12 @@ def save_model(model: tf.keras.Model, path: str | os.PathLike[str]) -> None:
     optimizer = optimizer_of(model)
     if not model.built:
         raise ValueError("The model must be built before it is saved. Fit it, or call it, first.")
-    if is_in_shards(model):
-        with whole_tables(model):
-            if ranks().rank == 0:
-                save_model(model, path)
+    in_shards = is_in_shards(model)
+    with whole_tables(model):
+        if ranks().rank == 0:
+            _save(model, optimizer, Path(path))
+        if in_shards:
             all_gather_object(None)  # all wait until it is saved
-    elif ranks().rank == 0:
-        _save(model, optimizer, Path(path))
 
 
 def _save(model: tf.keras.Model, optimizer: CowClipOptimizer, path: Path) -> None:
