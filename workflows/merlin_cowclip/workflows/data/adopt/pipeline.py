@@ -116,8 +116,7 @@ def _check_raw(
     fields = [c for c in spec.fields if not pipeline.columns[c].is_statistic]
     if all(inference.has_label(file.schema.names) for file in raw):
         fields.append(spec.label)
-    numbers = [name for name in spec.continuous if name in fields]
-    check_skew(inference, raw, files, fields, numbers)
+    check_skew(inference, raw, files, fields)
 
 
 def _scan(
