@@ -14,6 +14,7 @@ from merlin_cowclip.workflows.data.adopt import skew
 from merlin_cowclip.workflows.data.adopt.graph import load_saved
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.adopt.parquet_files import open_files
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.quiet import quiet_imports, quiet_operators
 
 with quiet_imports():
@@ -148,7 +149,8 @@ def test_operators_that_save_under_one_file_name(tmp_path, case):
     made, fields = SHARED[case](tmp_path)
     write(tmp_path, made + label(), log())
     raw, train = (open_files(tmp_path / name) for name in ("raw.parquet", "train"))
-    inference = InferenceWorkflow(load_saved(tmp_path / "workflow"), ["row", *fields], "click")
+    spec = DatasetSpec("log", "click", ("row", *fields))
+    inference = InferenceWorkflow(load_saved(tmp_path / "workflow"), spec)
     with pytest.raises(UserError, match=f"makes '(row|{'|'.join(fields)})' .* instead|fails on"):
         skew.check_skew(inference, raw, train, ["row", *fields])
     with pytest.raises(UserError, match="both save to .*, so that one file is lost. Rename"):

@@ -73,7 +73,7 @@ def _sample(
             taken = np.arange(-first % step, batch.num_rows, step)
             if len(taken):
                 columns = {name: batch.column(name).take(pa.array(taken)) for name in names}
-                out = inference.encode(columns, where)[list(fields)]
+                out = inference.transform(columns, where, may_drop=True)[list(fields)]
                 kept = len(out) == len(taken)  # else a Filter dropped some
                 out.index = pd.Index(first + taken + 1 if kept else np.zeros(len(out), int))
                 parts.append(out)
