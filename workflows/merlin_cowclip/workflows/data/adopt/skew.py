@@ -102,7 +102,7 @@ def _views(rows: pd.DataFrame) -> list[Callable[[pd.DataFrame], pd.DataFrame]]:
             elif values.dtype == object:  # lists
                 found[name] = [",".join(map(str, ids)) for ids in values]
             else:
-                found[name] = values.to_numpy(np.int64)
+                found[name] = values.to_numpy(np.float64)  # exact for ids
         return pd.DataFrame(found)
 
     return [functools.partial(view, shift=shift) for shift in (0.0, 0.5)]
