@@ -13,6 +13,7 @@ import pytest
 from merlin_cowclip.workflows import UserError
 from merlin_cowclip.workflows.data.adopt.graph import load_saved
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
@@ -41,8 +42,13 @@ def fitted(made, log=LOG) -> nvt.Workflow:
     return nvt.Workflow(made).fit(nvt.Dataset(log))
 
 
+def spec_of(fields, lists=()) -> DatasetSpec:
+    ids = tuple(name for name in fields if name not in lists)
+    return DatasetSpec("log", "label", ids, lists=tuple(lists), format="parquet")
+
+
 def encoded(workflow, fields, rows, lists=()) -> pd.DataFrame:
-    inference = InferenceWorkflow(workflow, fields, "label", lists)
+    inference = InferenceWorkflow(workflow, spec_of(fields, lists))
     return inference.transform(dict(rows.items()), "the rows")[list(fields)]
 
 
@@ -93,7 +99,7 @@ def test_columns_that_no_input_depends_on_may_be_missing(made, tmp_path):
     workflow = fitted(own + liked + (["label"] >> ops.AddMetadata()))
     fields = [name for name in workflow.output_schema.column_names if "liked" not in name]
     fields.remove("label")
-    inference = InferenceWorkflow(workflow, fields, "label")
+    inference = InferenceWorkflow(workflow, spec_of(fields))
     assert inference.required == NEEDED[made]
     expected = inference.transform(dict(LOG.items()), "the rows")[fields]
     few = LOG[sorted(NEEDED[made])]
@@ -150,7 +156,7 @@ def hashed(out):
 def test_workflows_that_do_not_encode_rows_one_by_one(tmp_path, made, words):
     workflow = fitted(made(str(tmp_path)))
     with pytest.raises(UserError, match=f"raw rows cannot be encoded: {words}"):
-        InferenceWorkflow(workflow, workflow.output_schema.column_names, "label")
+        InferenceWorkflow(workflow, spec_of(workflow.output_schema.column_names))
 
 
 def test_rows_that_a_workflow_drops(tmp_path):
@@ -236,7 +242,7 @@ def typed(tmp_path_factory) -> InferenceWorkflow:
     names = ["city", "genres", "whole", "small", "beside", "truth", "maybe", "day", "late"]
     ids = names >> ops.Categorify(out_path=str(tmp_path_factory.mktemp("types")))
     workflow = fitted(ids + (["own"] >> ops.LambdaOp(lambda column: column)), log)
-    return InferenceWorkflow(workflow, [*names, "own"], "label", ["genres", "late"])
+    return InferenceWorkflow(workflow, spec_of([*names, "own"], ["genres", "late"]))
 
 
 def test_types_of_the_fit(typed):

@@ -458,7 +458,7 @@ def _many(bad_line: int, bad: str) -> str:
         (_many(5, "1,u1,5"), "log.csv, line 5: Expected 6 columns, got 3"),
         (
             HEAD + "0,u1,5,1.5,7,g1|g2\n" * 49 + "1,u2,6,,7,\n",
-            "all labels of the test part are 0 .10 rows, column 'y'",
+            "the test part has 10 rows with label 0 and 0 with label 1, column 'y'",
         ),
     ],
 )

@@ -296,9 +296,15 @@ def test_the_saved_workflow_takes_numbers_as_text(log, quick, non_finite):
     expected = workflow.transform(raw)["price"].tolist()
     texts = raw["price"].map(repr).where(raw["price"].notna(), None)
     assert workflow.transform(raw.assign(price=texts))["price"].tolist() == expected
-    for text in ["many", "1_000", *(["nan", "inf"] if non_finite == "refuse" else [])]:
-        with pytest.raises(UserError, match=f"'price' must hold numbers.*{text!r}"):
-            workflow.transform(raw.assign(price=texts.mask(raw.index == 3, text)))
+    with pytest.raises(UserError, match="'price' must hold numbers.*'many'"):
+        workflow.transform(raw.assign(price=texts.mask(raw.index == 3, "many")))
+    infinite = raw.assign(price=texts.mask(raw.index == 3, "inf"))
+    if non_finite == "refuse":
+        with pytest.raises(UserError, match="'price' has an infinite number"):
+            workflow.transform(infinite)
+    else:
+        missing = workflow.transform(raw.assign(price=texts.mask(raw.index == 3)))
+        assert workflow.transform(infinite)["price"].tolist() == missing["price"].tolist()
     with pytest.raises(
         UserError, match=r"cannot read column 'genres': it is string, not a list.*split"
     ):

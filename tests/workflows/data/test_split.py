@@ -38,7 +38,7 @@ def test_the_order_is_the_seeds(kind):
 
 def test_labels_of_one_kind_are_refused():
     with pytest.raises(
-        UserError, match=r"all labels of the test part are 1 \(250 rows, column 'y'\)"
+        UserError, match=r"the test part has 0 rows with label 0 and 250 with label 1, column 'y'"
     ):
         split_rows(
             Split("sequential", 0.25), LABELS | (np.arange(1_000) >= 750), None, seed=0, label="y"

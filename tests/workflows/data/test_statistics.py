@@ -122,20 +122,22 @@ def encoded(tmp_path, values: list, **options) -> list[int]:
 
 
 def test_one_id_has_many_forms(tmp_path):
-    assert encoded(tmp_path, ["1382", 1382, 1382.0, None, math.nan, "", True, b"x", 0.25]) == [
-        *(3, 3, 3, 1, 1, 1, 4, 5, 2)
-    ]
+    assert encoded(tmp_path, ["1382", None, math.nan, "", "true"]) == [3, 1, 1, 1, 4]
     assert encoded(tmp_path, [1382, None, 7]) == [3, 1, 2]
+    assert encoded(tmp_path, [1382.0, math.nan]) == [3, 1]
+    assert encoded(tmp_path, [True, None]) == [4, 1]
+    assert encoded(tmp_path, [b"x", None]) == [5, 1]
     assert encoded(tmp_path, [["x", "-"], None, []], lists=["n"], null_values=["-"]) == [
         [5, 1],
         [],
         [],
     ]
-    with pytest.raises(UserError, match="cannot read column 'n'.*1.5"):
-        encoded(tmp_path, [1.5])
+    for cells, says in (([1.5], "1.5"), (["1382", 1382], "'int' object"), ([7, "x"], "'x'")):
+        with pytest.raises(UserError, match=f"cannot read column 'n'.*{says}.* Read it as text"):
+            encoded(tmp_path, cells)
 
 
 def test_numbers_and_their_texts():
-    cells = pd.Series(["1.5", 2, "", None, "-"], dtype=object, index=range(7, 12))
+    cells = pd.Series(["1.5", 2, "", None, "-", pd.NA], dtype=object, index=range(7, 13))
     found = ParseNumbers(["-"]).transform(SELECTED, cells.to_frame("n"))["n"]
-    pd.testing.assert_series_equal(found, pd.Series([1.5, 2] + [np.nan] * 3, cells.index, name="n"))
+    pd.testing.assert_series_equal(found, pd.Series([1.5, 2] + [np.nan] * 4, cells.index, name="n"))

@@ -25,6 +25,7 @@ from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.export import _request_schema
@@ -331,7 +332,8 @@ def test_dates_and_decimals_are_not_served(tmp_path):
     nodes = ["text", "date", "price"] >> ops.Categorify(out_path=str(tmp_path / "fit"))
     workflow = nvt.Workflow(nodes)
     workflow.fit(nvt.Dataset(str(tmp_path / "log.parquet"), engine="parquet"))
-    inference = InferenceWorkflow(workflow, ["text", "date", "price"], "click")
+    spec = DatasetSpec("log", "click", ("text", "date", "price"))
+    inference = InferenceWorkflow(workflow, spec)
     with pytest.raises(UserError, match=r"Triton has no type for 'date' \(date32.*'price' \(deci"):
         _request_schema(inference)
 

@@ -66,7 +66,7 @@ class WorkflowOperator(TransformWorkflow):
             workflow, spec = load_saved(Path(artifact_path) / FOLDER), self.spec
             self._prepared = None if self.is_adopted else PreparedRows(workflow, spec)
             if self.is_adopted:
-                self._adopted = InferenceWorkflow(workflow, spec.fields, spec.label, spec.lists)
+                self._adopted = InferenceWorkflow(workflow, spec)
             self.workflow = workflow
 
     compute_output_schema = PredictTensorflow.compute_output_schema  # that of this operator

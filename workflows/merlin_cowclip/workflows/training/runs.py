@@ -360,8 +360,7 @@ class Run:
         """The workflow of an adopted pipeline, for raw rows; raises as `workflow`."""
         from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 
-        spec = self.spec()
-        return InferenceWorkflow(self.workflow(trust=trust), spec.fields, spec.label, spec.lists)
+        return InferenceWorkflow(self.workflow(trust=trust), self.spec())
 
 
 def _same(mine: Path, other: Path) -> bool:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from dask.utils import natural_sort_key
 
@@ -127,17 +126,11 @@ class Vocabulary:
         return None if pa.types.is_null(kind) else getattr(kind, "value_type", kind)
 
     def raw(self) -> pa.ChunkedArray:
-        """Raw ids as text, by id; combined ones are joined by "_"."""
-        names = pq.read_schema(self.files[0]).names
-        if self.storage in names:
-            names = [self.storage]
-        else:  # combined; with them are the counts
-            counts = [n for n in names if n.startswith(self.storage) and n.endswith("size")]
-            names = [n for n in names if n not in counts and not n.startswith("__index_level_")]
-        read = pa.concat_tables([pq.read_table(file, columns=names) for file in self.files])
-        texts = [_text(column) for column in read.columns]
-        nulls = {"null_handling": "replace", "null_replacement": ""}
-        return pc.binary_join_element_wise(*texts, "_", **nulls) if texts[1:] else texts[0]
+        """Raw ids as text, by id; null for combined ones."""
+        if self.storage not in pq.read_schema(self.files[0]).names:
+            return pa.chunked_array([pa.nulls(self.rows, pa.string())])
+        parts = [pq.read_table(file, columns=[self.storage]) for file in self.files]
+        return _text(pa.concat_tables(parts)[self.storage])
 
 
 def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:

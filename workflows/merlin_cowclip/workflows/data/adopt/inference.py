@@ -11,7 +11,9 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from merlin_cowclip.workflows.data.adopt.graph import Column, nodes, operator_name, trace
+from merlin_cowclip.workflows.data.adopt.parquet_files import is_list
 from merlin_cowclip.workflows.data.sources.base import is_text
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports, quiet_operators
 
@@ -30,9 +32,7 @@ class InferenceWorkflow:
 
     Args:
         workflow: fitted; changed in place.
-        fields: the model's inputs.
-        label: its label.
-        lists: those of the inputs that are lists.
+        spec: the model's inputs and label.
 
     Attributes:
         types: raw column → Arrow type at the fit; None if the workflow does not know it.
@@ -43,14 +43,13 @@ class InferenceWorkflow:
         UserError: the workflow cannot encode rows one by one.
     """
 
-    def __init__(
-        self, workflow: nvt.Workflow, fields: Sequence[str], label: str, lists: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, workflow: nvt.Workflow, spec: DatasetSpec) -> None:
         outputs = trace(workflow.output_node)
-        columns = {name: outputs[name] for name in fields}
+        columns = {name: outputs[name] for name in spec.fields}
         if reason := why_not_raw(workflow, columns):
             raise UserError(f"raw rows cannot be encoded: {reason}")
-        encoded = {one.column for name in lists if (one := columns[name].vocabulary) is not None}
+        vocabularies = [columns[name].vocabulary for name in spec.lists]
+        encoded = {one.column for one in vocabularies if one is not None}
         for node in nodes(workflow.output_node):
             if isinstance(node.op, ops.TargetEncoding):
                 node.op.kfold = 1
@@ -61,7 +60,7 @@ class InferenceWorkflow:
         self.types = _types(workflow, outputs)
         self.columns = list(self.types)
         self.required = frozenset().union(*(column.raw for column in columns.values()))
-        self.of_label = outputs[label].raw if label in outputs else None
+        self.of_label = outputs[spec.label].raw if spec.label in outputs else None
 
     def missing(self, given: Sequence[str]) -> list[str]:
         """Required columns that are not there."""
@@ -71,29 +70,20 @@ class InferenceWorkflow:
         """Whether the label is computed from columns that are there."""
         return self.of_label is not None and self.of_label <= set(given)
 
-    def transform(self, columns: Mapping[str, Any], where: object) -> pd.DataFrame:
+    def transform(
+        self, columns: Mapping[str, Any], where: object, may_drop: bool = False
+    ) -> pd.DataFrame:
         """Encode raw rows, one for each, in order.
 
         Args:
             columns: by name Arrow arrays, or columns of a frame.
             where: of the rows, for messages.
+            may_drop: whether the workflow may drop rows.
 
         Raises:
             UserError: a column is missing or of another type than at the fit, the workflow fails,
                 or it returns another number of rows.
         """
-        out = self.encode(columns, where)
-        rows = len(next(iter(columns.values())))
-        if len(out) != rows:
-            raise UserError(
-                f"the workflow returned {len(out):,} rows for {rows:,}, so scores cannot be "
-                f"matched to rows: {where}. Filter the rows first, or score the parquet that the "
-                "workflow wrote"
-            )
-        return out
-
-    def encode(self, columns: Mapping[str, Any], where: object) -> pd.DataFrame:
-        """The same, of as many rows as the workflow keeps."""
         if missing := self.missing(list(columns)):
             raise UserError(f"{where} lacks columns of the workflow: {quoted(missing)}")
         rows = len(next(iter(columns.values())))
@@ -105,7 +95,7 @@ class InferenceWorkflow:
                 frame[name] = _zeros(rows, kind).to_pandas()
         try:
             with quiet_operators():
-                return self.workflow.transform(pd.DataFrame(frame))
+                out = self.workflow.transform(pd.DataFrame(frame))
         except UserError:
             raise
         except Exception as error:  # whatever the user's own operators raise
@@ -116,6 +106,13 @@ class InferenceWorkflow:
                 f"the workflow fails on {where}{hint}: {type(cause).__name__}: "
                 f"{clipped(str(cause))}. Give rows as it was fitted on"
             ) from error
+        if len(out) != rows and not may_drop:
+            raise UserError(
+                f"the workflow returned {len(out):,} rows for {rows:,}, so scores cannot be "
+                f"matched to rows: {where}. Filter the rows first, or score the parquet that the "
+                "workflow wrote"
+            )
+        return out
 
 
 def why_not_raw(workflow: nvt.Workflow, fields: Mapping[str, Column]) -> str | None:
@@ -189,7 +186,7 @@ def _types(workflow: nvt.Workflow, outputs: Mapping[str, Column]) -> dict[str, p
 
 def element_type(kind: pa.DataType | None) -> pa.DataType | None:
     """Type of the values, in lists too."""
-    return kind.value_type if kind is not None and _is_list(kind) else kind
+    return kind.value_type if kind is not None and is_list(kind) else kind
 
 
 def _cast(column: Any, kind: pa.DataType | None, where: str) -> pa.Array:
@@ -220,7 +217,7 @@ def _cast(column: Any, kind: pa.DataType | None, where: str) -> pa.Array:
 
 def _alike(kind: pa.DataType) -> Any:
     """The same for types that may be cast to one another."""
-    if _is_list(kind):
+    if is_list(kind):
         return ["list", _alike(kind.value_type)]
     if kinds.is_dictionary(kind):
         return _alike(kind.value_type)
@@ -231,13 +228,9 @@ def _alike(kind: pa.DataType) -> Any:
     return "text" if is_text(kind) else kind
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind))
-
-
 def _zeros(rows: int, kind: pa.DataType | None) -> pa.Array:
     """A column in the place of one that is missing, with a value that operators can work on."""
-    if kind is not None and _is_list(kind):
+    if kind is not None and is_list(kind):
         return pa.array([[]] * rows, kind)
     try:
         return pa.array([0] * rows).cast(pa.string() if kind is None else kind)

@@ -45,7 +45,6 @@ class Pipeline:
     spec: DatasetSpec
     schema: Schema  # of label and inputs in the parquet
     cardinalities: dict[str, int]  # by field, padding included
-    vocabularies: dict[str, Vocabulary]  # not of hashed ids, or of those that an operator changed
     columns: dict[str, Column]  # of the workflow
     notes: list[str]  # for the user
 
@@ -74,22 +73,19 @@ class Pipeline:
             notes.append(f"left out, tagged neither categorical nor continuous: {quoted(left_out)}")
         if reason := why_not_raw(workflow, {c: columns[c] for c in spec.fields}):
             notes.append(f"raw rows cannot be scored or served: {reason}")
-        known = {c: columns[c].vocabulary for c in spec.ids}
-        vocabularies = {c: vocabulary for c, vocabulary in known.items() if vocabulary is not None}
         schemas = {c: workflow.output_schema[c] for c in spec.fields}
-        cardinalities = {c: _cardinality(schemas[c], vocabularies.get(c)) for c in spec.ids}
+        cardinalities = {c: _cardinality(schemas[c], columns[c].vocabulary) for c in spec.ids}
         domains_of({c: schemas[c] for c in spec.ids}, cardinalities)
         target = ColumnSchema(
             label,
             tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION],
             dtype=stored.field(label).type.to_pandas_dtype(),
         )
-        unknown = {c for c in spec.ids if columns[c].changed_by} - vocabularies.keys()
         inputs = [
-            _input_schema(schemas[c], stored, vocabularies.get(c), c in unknown)
+            _input_schema(schemas[c], stored.field(c).type, columns[c], c in spec.ids)
             for c in spec.fields
         ]
-        return cls(spec, Schema([target, *inputs]), cardinalities, vocabularies, columns, notes)
+        return cls(spec, Schema([target, *inputs]), cardinalities, columns, notes)
 
 
 def load_workflow(folder: Path) -> nvt.Workflow:
@@ -180,17 +176,17 @@ def _cardinality(column: ColumnSchema, vocabulary: Vocabulary | None) -> int:
 
 
 def _input_schema(
-    column: ColumnSchema, stored: pa.Schema, vocabulary: Vocabulary | None, unknown: bool
+    column: ColumnSchema, kind: pa.DataType, known: Column, has_ids: bool
 ) -> ColumnSchema:
     """A column as the parquet holds it, marked if its raw ids are unknown.
 
     Lists are ragged whatever the workflow says: on a CPU, ListSlice(pad=True) does not pad.
     """
-    kind, properties = stored.field(column.name).type, dict(column.properties)
+    properties = dict(column.properties)
     properties.pop("value_count", None)
-    if vocabulary is not None:  # relative to the workflow's folder: folders move
-        properties["cat_path"] = f"{SAVED_FILES}/{vocabulary.path.name}"
-    elif properties.pop("cat_path", None) or unknown:
+    if known.vocabulary is not None:  # relative to the workflow's folder: folders move
+        properties["cat_path"] = f"{SAVED_FILES}/{known.vocabulary.path.name}"
+    elif properties.pop("cat_path", None) or (has_ids and known.changed_by):
         properties["no_raw_ids"] = True
     return ColumnSchema(
         column.name,

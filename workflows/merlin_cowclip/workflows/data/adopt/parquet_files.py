@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.prepared_data import file_state
 from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_twice
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, quoted
@@ -25,7 +24,6 @@ class ParquetFile:
     path: Path  # absolute
     schema: pa.Schema
     rows: int
-    state: dict[str, Any]  # as `file_state` gave it before anything was read
 
 
 def open_files(given: str | Path | Sequence[str | Path]) -> list[ParquetFile]:
@@ -45,10 +43,9 @@ def open_files(given: str | Path | Sequence[str | Path]) -> list[ParquetFile]:
     files = []
     for path in paths:
         try:
-            state = file_state(path)
             with pq.ParquetFile(path) as parquet:
                 rows = parquet.metadata.num_rows
-                files.append(ParquetFile(path, parquet.schema_arrow.remove_metadata(), rows, state))
+                files.append(ParquetFile(path, parquet.schema_arrow.remove_metadata(), rows))
         except (pa.ArrowException, OSError) as error:
             bad_parquet(path, error)
     if not sum(file.rows for file in files):

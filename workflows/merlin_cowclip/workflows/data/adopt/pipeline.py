@@ -5,6 +5,7 @@ The parquet stays as it is and where it is, and is read once.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from merlin_cowclip.workflows.data.adopt.graph import SAVED_FILES, load_saved, operator_name
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
@@ -28,7 +30,12 @@ from merlin_cowclip.workflows.data.adopt.validate import (
 )
 from merlin_cowclip.workflows.data.counts import write_counts
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_schema
-from merlin_cowclip.workflows.data.prepared_data import PreparedData, check_unchanged, write_record
+from merlin_cowclip.workflows.data.prepared_data import (
+    PreparedData,
+    check_unchanged,
+    file_state,
+    write_record,
+)
 from merlin_cowclip.workflows.data.sources.files import refuse_twice
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
@@ -75,10 +82,11 @@ def adopt(
     splits = {"train": open_files(parquet), "test": [] if test is None else open_files(test)}
     files = [*splits["train"], *splits["test"]]
     refuse_twice([file.path for file in files])
+    states = {split: [file_state(file.path) for file in files] for split, files in splits.items()}
     with all_or_nothing(out) as folder:
         pipeline = Pipeline.of(workflow, files, label, out.absolute().name)
         counts, report = _scan(pipeline, splits, progress)
-        check_unchanged(file.state for file in files)  # while it was read
+        check_unchanged(itertools.chain(*states.values()))  # while it was read
         (folder / "workflow").mkdir()
         for name in WORKFLOW_FILES:
             shutil.copy2(workflow / name, folder / "workflow" / name)
@@ -88,14 +96,14 @@ def adopt(
             _check_raw(pipeline, folder / "workflow", open_files(check_raw), files)
         (folder / "counts").mkdir()
         for name, by_id in counts.items():
-            vocabulary = pipeline.vocabularies.get(name)
+            vocabulary = pipeline.columns[name].vocabulary
             raw = pa.nulls(0, pa.string()) if vocabulary is None else vocabulary.raw()
             write_counts(folder / "counts", name, by_id, raw)
         save_schema(pipeline.schema, folder)
         record = {
             "spec": pipeline.spec.to_dict(),
             "workflow": str(workflow.absolute()),
-            "files": {split: [file.state for file in files] for split, files in splits.items()},
+            "files": states,
             "rows": report["rows"],
             "cardinalities": pipeline.cardinalities,
             "report": report,
@@ -110,13 +118,12 @@ def _check_raw(
 ) -> None:
     """Compare raw rows, encoded by the copied workflow, with the parquet."""
     spec = pipeline.spec
-    inference = InferenceWorkflow(load_saved(workflow), spec.fields, spec.label, spec.lists)
+    inference = InferenceWorkflow(load_saved(workflow), spec)
     # `TargetEncoding` encodes rows of its fit by folds.
     fields = [c for c in spec.fields if not pipeline.columns[c].is_statistic]
     if all(inference.has_label(file.schema.names) for file in raw):
         fields.append(spec.label)
-    numbers = [name for name in spec.continuous if name in fields]
-    check_skew(inference, raw, files, fields, numbers)
+    check_skew(inference, raw, files, fields)
 
 
 def _scan(
@@ -149,7 +156,9 @@ def _scan(
                 for name in spec.ids:
                     ids = checked_ids(batch, name, sizes[name], where)
                     if split == "train":
-                        _add_counts(counts[name], ids)
+                        found = pc.value_counts(pa.array(ids))
+                        ids, often = (found.field(i).to_numpy() for i in (0, 1))
+                        counts[name][ids] += often
                 bar.update(batch.num_rows)
             if files and positives[split] in (0, rows[split]):
                 raise UserError(
@@ -158,13 +167,3 @@ def _scan(
                     "column"
                 )
     return counts, {"rows": rows, "positives": positives, "fields": ranges}
-
-
-def _add_counts(counts: np.ndarray, ids: np.ndarray) -> None:
-    """Add to ``counts`` how often each id occurs."""
-    ids = ids.astype(np.int64, copy=False)
-    if len(counts) <= 4 * len(ids):
-        counts += np.bincount(ids, minlength=len(counts))
-    else:  # a table so large that to go through it costs more than to sort the ids
-        seen, often = np.unique(ids, return_counts=True)
-        counts[seen] += often

@@ -1,15 +1,12 @@
 """The columns of a log on disk: a parquet file by chunk, and an Arrow file by finished column.
 
-Files are written whole or not at all, so that a task may run again.
+A task that runs again writes the same files again; a later step reads them when all have ended.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,21 +37,20 @@ class ColumnStore:
 
         Returns its rows and, by column, the numbers that were not finite and became missing.
         """
-        rows, replaced = 0, Counter[str]()
-        with self.written(self.folder / f"{number:06d}.parquet") as path:
-            writer = None
-            for batch in source.batches(chunk, advance, replaced):
-                # Numbers for names: a dot would mean a nested column.
-                names = [self._number(name) for name in batch.schema.names]
-                batch = pa.RecordBatch.from_arrays(batch.columns, names)
-                if writer is None:
-                    ids = [field.name for field in batch.schema if field.type == ID_TYPE]
-                    options = {"compression": "lz4", "use_dictionary": ids}
-                    writer = pq.ParquetWriter(path, batch.schema, write_statistics=False, **options)
-                writer.write_batch(batch)
-                rows += batch.num_rows
-            if writer is not None:
-                writer.close()
+        rows, replaced, path = 0, Counter[str](), self.folder / f"{number:06d}.parquet"
+        writer = None
+        for batch in source.batches(chunk, advance, replaced):
+            # Numbers for names: a dot would mean a nested column.
+            names = [self._number(name) for name in batch.schema.names]
+            batch = pa.RecordBatch.from_arrays(batch.columns, names)
+            if writer is None:
+                ids = [field.name for field in batch.schema if field.type == ID_TYPE]
+                options = {"compression": "lz4", "use_dictionary": ids}
+                writer = pq.ParquetWriter(path, batch.schema, write_statistics=False, **options)
+            writer.write_batch(batch)
+            rows += batch.num_rows
+        if writer is not None:
+            writer.close()
         return rows, replaced
 
     def column(self, name: str) -> pa.Array:
@@ -77,10 +73,7 @@ class ColumnStore:
     def store(self, name: str, values: pa.Array) -> None:
         """Save a finished column, or rows."""
         batch = pa.record_batch([values], ["values"])
-        with (
-            self.written(self._path(name)) as path,
-            pa.ipc.new_file(str(path), batch.schema) as file,
-        ):
+        with pa.ipc.new_file(str(self._path(name)), batch.schema) as file:
             file.write(batch)
 
     def load(self, name: str) -> pa.Array:
@@ -93,17 +86,6 @@ class ColumnStore:
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{self._number(name)}.arrow"
-
-    @contextlib.contextmanager
-    def written(self, target: Path) -> Iterator[Path]:
-        """A path in the folder to write; the file is moved to ``target`` at the end."""
-        partial = self.folder / f".{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
-        try:
-            yield partial
-            if partial.exists():
-                os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def codes_of(ids: pa.Array) -> tuple[np.ndarray, pa.Array]:

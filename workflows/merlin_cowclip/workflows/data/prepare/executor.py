@@ -19,7 +19,6 @@ from typing import Any
 from merlin_cowclip.workflows.errors import UserError, check_whole
 
 THREADS = min(4, os.cpu_count() or 1)  # of one process; each holds one column, or one part
-MEMORY_SHARE = 0.8  # of the machine's memory, for all workers together
 DEVICE_MEMORY_SHARE = 0.8  # of a GPU's memory, for its worker
 DEATHS = 3  # of workers over one task, before the task is given up
 SETTINGS = {
@@ -81,41 +80,31 @@ def check_executor(workers: int, device: str) -> None:
                 f"--device gpu needs the package {package}. Use one of NVIDIA's Merlin containers, "
                 "or install RAPIDS and the extra: pip install 'merlin-cowclip[gpu]'"
             )
-    if (gpus := number_of_gpus()) < max(workers, 1):
+    from distributed.diagnostics import nvml
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = nvml.device_get_count() if visible is None else len(visible.replace(",", " ").split())
+    if gpus < max(workers, 1):
         raise UserError(
             f"--device gpu needs a GPU per worker ({workers or 1} workers, {gpus} GPUs). Use fewer "
             "workers, or --device cpu"
         )
 
 
-def number_of_gpus() -> int:
-    """GPUs that this process may use; 0 without a driver."""
-    from distributed.diagnostics import nvml
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip()])
-    return int(nvml.device_get_count())
-
-
 def cluster_options(workers: int, device: str) -> dict[str, Any]:
-    """Arguments of Dask's `LocalCluster` or dask-cuda's `LocalCUDACluster`: one thread a worker."""
-    from distributed import system
+    """Arguments of Dask's `LocalCluster` or dask-cuda's `LocalCUDACluster`: one thread a worker.
 
-    workers = workers or number_of_gpus()
+    Workers share the machine's memory equally.
+    """
     options: dict[str, Any] = {
-        "n_workers": workers,
+        "n_workers": workers or None,  # one for each GPU
         "threads_per_worker": 1,
-        "memory_limit": int(system.MEMORY_LIMIT * MEMORY_SHARE / workers),
         "dashboard_address": ":0",  # any free port: two jobs do not meet
         "silence_logs": "CRITICAL",  # what fails is raised; on the way out Dask warns of itself
     }
     if device == "gpu":
-        options |= {
-            "device_memory_limit": DEVICE_MEMORY_SHARE,
-            "rmm_pool_size": DEVICE_MEMORY_SHARE / 2,
-            "rmm_maximum_pool_size": DEVICE_MEMORY_SHARE,
-        }
+        options["rmm_pool_size"] = DEVICE_MEMORY_SHARE / 2
+        options["rmm_maximum_pool_size"] = DEVICE_MEMORY_SHARE
     return options
 
 

@@ -21,7 +21,6 @@ from merlin_cowclip.workflows.data.prepare.statistics import (
     count_codes,
     known_ids,
     rank_ids,
-    scaled,
     unit_range,
 )
 from merlin_cowclip.workflows.data.spec import DatasetSpec
@@ -152,12 +151,6 @@ def _describe_numbers(
         "test_missing": int(np.count_nonzero(np.isnan(test))),
         "test_out_of_range": beyond,
     }
-    first, last = (float(scaled(end, low, high)) for end in (least, most))
-    if least < most and last - first < 0.5:
-        report["note"] = (
-            f"missing numbers count as 0, so that the others are scaled to {first:.3g} to "
-            f"{last:.3g} only. If that is too narrow, fill in a number like theirs"
-        )
     return Fitted(report, range=(low, high))
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from merlin_cowclip.workflows.data.prepare.statistics import hash_bucket, scaled
-from merlin_cowclip.workflows.data.sources.base import ids_as_text, is_text, with_nulls
+from merlin_cowclip.workflows.data.sources.base import ids_as_text
 from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -85,9 +85,11 @@ class EncodeIds(Categorify):
         out = frame.copy(deep=False)
         for name in frame.columns:
             is_list = name in self.lists
-            split = f'. Split cells of text: df["{name}"].str.split("|")' if is_list else ""
-            with _refusing(f"cannot read column {name!r}", split):
-                cells = _cells(frame[name])
+            remedy = f'Split text: df["{name}"].str.split("|")' if is_list else "Read it as text"
+            with _refusing(f"cannot read column {name!r}", remedy):
+                cells = pa.array(frame[name], from_pandas=True)
+                if isinstance(cells, pa.ChunkedArray):
+                    cells = cells.combine_chunks()
                 if is_list and cells.null_count == len(cells):
                     cells = pa.nulls(len(cells))
                 texts = ids_as_text(cells, is_list, self.null_values)
@@ -134,7 +136,7 @@ class ParseNumbers(Operator):
 
     Args:
         null_values: texts that mean a missing number, in addition to the empty one.
-        non_finite: whether inf and the text NaN are missing, too; if not, they raise an error.
+        non_finite: whether inf is missing, too; if not, it raises an error.
     """
 
     def __init__(self, null_values: Sequence[str] = (), non_finite: bool = False) -> None:
@@ -146,24 +148,15 @@ class ParseNumbers(Operator):
         out = type(df)()
         for name in col_selector.names:
             numbers = df[name]
-            if numbers.dtype.kind == "O" and isinstance(numbers, pd.Series):
-                with _refusing(f"column {name!r} must hold numbers, or their text"):
-                    numbers = self._parse(numbers)
-            numbers = numbers.astype("float64")
+            with _refusing(f"column {name!r} must hold numbers, or their text", "Correct it"):
+                if numbers.dtype.kind == "O":
+                    numbers = numbers.mask(numbers.isna() | numbers.isin(["", *self.null_values]))
+                numbers = numbers.astype("float64")
             infinite = abs(numbers) == np.inf
             if not self.non_finite and infinite.any():
                 raise UserError(f"column {name!r} has an infinite number. Leave it missing")
             out[name] = numbers.mask(infinite)
         return out
-
-    def _parse(self, column: pd.Series) -> pd.Series:
-        found = cells = _cells(column)
-        if is_text(cells.type):
-            found = with_nulls(cells, self.null_values).cast(pa.float64())
-            row = pc.index(pc.is_finite(found), False).as_py()
-            if not self.non_finite and row >= 0:
-                raise ValueError(f"{cells[row].as_py()!r} is not a finite number")
-        return pd.Series(found.to_numpy(zero_copy_only=False), column.index, dtype="float64")
 
     @property
     def output_dtype(self) -> Any:
@@ -185,26 +178,10 @@ class UnitRange(NormalizeMinMax):
         return out
 
 
-def _cells(column: pd.Series) -> pa.Array:
-    try:
-        cells = pa.array(column, from_pandas=True)
-    except (pa.ArrowInvalid, pa.ArrowTypeError):  # texts beside numbers
-        return pa.array(map(_cell_text, column), pa.string())
-    return cells.combine_chunks() if isinstance(cells, pa.ChunkedArray) else cells
-
-
-def _cell_text(cell: Any) -> str | None:
-    """A cell of a column of several types as text."""
-    try:
-        return ids_as_text(pa.array([cell], from_pandas=True), False)[0].as_py()
-    except (pa.ArrowException, ValueError):
-        return str(cell)
-
-
 @contextlib.contextmanager
-def _refusing(what: str, remedy: str = "") -> Iterator[None]:
-    """Raise UserError for what Arrow cannot convert."""
+def _refusing(what: str, remedy: str) -> Iterator[None]:
+    """Raise UserError for what Arrow or pandas cannot convert."""
     try:
         yield
-    except (pa.ArrowException, ValueError) as error:
-        raise UserError(f"{what}: {clipped(str(error))}{remedy}") from None
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise UserError(f"{what}: {clipped(str(error))}. {remedy}") from None

@@ -7,7 +7,6 @@ at a time. Each step is a list of tasks that read and write files (`executor.py`
 from __future__ import annotations
 
 import functools
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -87,8 +86,6 @@ def prepare(
     check_whole("seed", seed, 0)
     check_whole("part_rows", part_rows, 1)
     refuse_existing(out)
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):
-        raise UserError(f"--out {out} looks like a URL. Name a folder, and copy it from there")
     engine = engine or ("nvtabular" if device == "gpu" else "arrow")
     if engine not in ("arrow", "nvtabular"):
         raise UserError(f"engine must be 'arrow' or 'nvtabular'. Received: {engine!r}")

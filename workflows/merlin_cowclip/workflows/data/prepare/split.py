@@ -35,18 +35,13 @@ def split_rows(
     is for messages.
 
     Raises:
-        UserError: a part without rows, or with labels of one kind; times that are missing, that
-            do not sort, or are all the same.
+        UserError: a part without both labels; times that are missing, that do not sort, or are all
+            the same.
     """
     n = len(labels)
     random = np.random.default_rng(seed)
     rows = np.arange(n, dtype=np.uint32 if n < 2**32 else np.int64)
     n_test = int(n * split.test + 0.5)
-    if times is None and not 0 < n_test < n:
-        raise UserError(
-            f"split.test = {split.test} of {n:,} rows gives {n_test:,} test rows. Both parts must "
-            "have rows: give more rows or another share"
-        )
     if split.kind == "random":
         random.shuffle(rows)
         test_rows, train_rows = np.sort(rows[:n_test]), rows[n_test:]
@@ -58,14 +53,14 @@ def split_rows(
         random.shuffle(train_rows)
     positives = {}
     for part, mask in (("train", in_train), ("test", ~in_train)):
-        counts = np.bincount(labels[mask], minlength=2)
-        if not counts.all():
+        zeros, ones = np.bincount(labels[mask], minlength=2)
+        if not (zeros and ones):
             raise UserError(
-                f"all labels of the {'training' if part == 'train' else 'test'} part are "
-                f"{counts.argmax()} ({int(mask.sum()):,} rows, column {label!r}). Give more rows, "
-                "or another seed or split"
+                f"the {'training' if part == 'train' else 'test'} part has {zeros:,} rows with "
+                f"label 0 and {ones:,} with label 1, column {label!r}. Both must occur: give more "
+                "rows, or another seed or split"
             )
-        positives[part] = int(counts[1])
+        positives[part] = int(ones)
     return Parts(in_train, train_rows, test_rows, positives)
 
 

@@ -60,7 +60,5 @@ def write_part(job: PartJob, store: ColumnStore, folder: Path, raw: bool = False
     table = pa.table(
         [store.load(field.name).take(rows).cast(field.type) for field in schema], schema=schema
     )
-    # Not beside it: of a worker that dies meanwhile, nothing stays in the finished folder.
-    with store.written(folder / job.name) as path:
-        pq.write_table(table, path, row_group_size=job.group)
+    pq.write_table(table, folder / job.name, row_group_size=job.group)
     return len(rows)
