@@ -216,21 +216,3 @@ class _RawParquet(_EncodedParquet):
         out = self._inference.transform(columns, where)
         wanted = [*self._spec.fields, *([self._spec.label] if self.labelled else [])]
         return pa.RecordBatch.from_pandas(out[wanted], preserve_index=False)
-
-
-def in_batches(pieces: Iterator[Rows], size: int) -> Iterator[Rows]:
-    """The same rows, `size` at a time; the last ones may be fewer."""
-    held: list[Rows] = []
-    room = size
-    for rows in pieces:
-        start = 0
-        while start < len(rows):
-            stop = min(len(rows), start + room)
-            held.append(rows.part(start, stop))
-            room -= stop - start
-            start = stop
-            if not room:
-                yield Rows.joined(held)
-                held, room = [], size
-    if held:
-        yield Rows.joined(held)

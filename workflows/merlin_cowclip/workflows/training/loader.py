@@ -108,11 +108,7 @@ class Loader(tf.data.Dataset):
                 f"{self.rows} rows in {data.path}. Choose a smaller batch or prepare more rows."
             )
         self.epoch = 0
-
-        def one_epoch() -> tuple[int, Any]:
-            return self._span(self.epoch, 1, 0)
-
-        self._batches = self._as_dataset(one_epoch, len(self))
+        self._batches = self._as_dataset(lambda: self._blocks(self.epoch, 1, 0), len(self))
         super().__init__(self._batches._variant_tensor)
 
     def _inputs(self) -> list[tf.data.Dataset]:
@@ -145,9 +141,8 @@ class Loader(tf.data.Dataset):
     input_schema = output_schema = schema
 
     def peek(self) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-        """The first batch of a pass over the loader."""
-        features, labels = next(self.batches(self.epoch))
-        return {name: tf.constant(c) for name, c in features.items()}, tf.constant(labels)
+        """The first batch of a pass over the loader, for `mm.sample_batch`."""
+        return next(iter(self))
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[dict[str, Any], Any]]:
         """The batches of one epoch from number `start` on: (features, labels b×1).
@@ -158,10 +153,9 @@ class Loader(tf.data.Dataset):
         Raises:
           UserError: no such epoch or start.
         """
-        first, stop = self._span(epoch, 1, start)
         return (
             block.batch(self.data.spec, i, block.labels.shape[1])
-            for block in blocks(self._order, self._reader, first, stop)
+            for block in self._blocks(epoch, 1, start)
             for i in range(len(block.labels))
         )
 
@@ -184,8 +178,9 @@ class Loader(tf.data.Dataset):
         Raises:
           UserError: no such epoch or start.
         """
-        first, stop = self._span(epoch, epochs, start)
-        dataset = self._as_dataset(lambda: (first, stop), None if stop is None else stop - first)
+        self._check_place(epoch, epochs, start)
+        count = None if epochs is None else epochs * len(self) - start
+        dataset = self._as_dataset(lambda: self._blocks(epoch, epochs, start), count)
         dataset.batch_size, dataset.ranks = self.batch_size, self.ranks
         return dataset
 
@@ -194,19 +189,20 @@ class Loader(tf.data.Dataset):
         """`dataset(epochs=None)`, made once: that takes longer than a few batches."""
         return self.dataset(epochs=None)
 
-    def _span(self, epoch: int, epochs: int | None, start: int) -> tuple[int, Any]:
-        """From which batch to which, all epochs counted through."""
+    def _check_place(self, epoch: int, epochs: int | None, start: int) -> None:
         check_whole("epoch", epoch, 0)
         check_whole("start", start, 0, len(self))
         if epochs is not None:
             check_whole("epochs", epochs, 1)
-        stop = None if epochs is None else (epoch + epochs) * len(self)
-        return epoch * len(self) + start, stop
+
+    def _blocks(self, epoch: int, epochs: int | None, start: int) -> Iterator[Block]:
+        self._check_place(epoch, epochs, start)
+        return blocks(self._order, self._reader, epoch, epochs, start)
 
     def _as_dataset(
-        self, span: Callable[[], tuple[int, Any]], count: int | None
+        self, blocks_of: Callable[[], Iterator[Block]], count: int | None
     ) -> tf.data.Dataset:
-        """`count` batches; `span` is called when an iterator's first one is asked for."""
+        """`count` batches; `blocks_of` is called when an iterator's first one is asked for."""
         spec = self.data.spec
         keys = list_keys(spec)
         types = (
@@ -220,7 +216,7 @@ class Loader(tf.data.Dataset):
         # one by one would cost more than the reading.
 
         def made() -> Iterator[tuple[Any, ...]]:
-            for block in blocks(self._order, self._reader, *span()):
+            for block in blocks_of():
                 yield block.ids, block.numbers, block.labels, *block.lists
 
         @tf.autograph.experimental.do_not_convert  # it does not know zip(…, strict=True)

@@ -26,8 +26,8 @@ from merlin_cowclip.workflows.training.evaluation import (
     Quality,
     QualityOf,
 )
-from merlin_cowclip.workflows.training.incoming import Incoming, in_batches, open_incoming
-from merlin_cowclip.workflows.training.rows import Block, Rows, list_keys
+from merlin_cowclip.workflows.training.incoming import Incoming, open_incoming
+from merlin_cowclip.workflows.training.rows import Block, Rows, in_batches, list_keys
 from merlin_cowclip.workflows.training.runs import Run
 
 LABEL, PROBABILITY = "label", "probability"

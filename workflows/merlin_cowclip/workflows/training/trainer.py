@@ -29,7 +29,7 @@ from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.logbook import FIELDS, METRICS, NORMS, Logbook, write_csv
 from merlin_cowclip.workflows.training.ranks import agreed, here, mean_over_ranks
-from merlin_cowclip.workflows.training.rebuilding import compile_by, network
+from merlin_cowclip.workflows.training.rebuilding import any_batch, compile_by, network
 from merlin_cowclip.workflows.training.runs import CHECKPOINTS, RESULT, how_to_resume
 from merlin_cowclip.workflows.training.scalars import (
     clip_sentence,
@@ -84,7 +84,7 @@ class Trainer:
         except ValueError as error:  # of the data's columns, which only the network knows
             raise UserError(str(error)) from None
         self._statistics = self.optimizer.observe()
-        self.model(loader.peek()[0])
+        self.model(any_batch(vars(data.spec)))
         self._variables: StepVariables | None = None
         if config.update != "deferred":
             self._variables = StepVariables(config, self.optimizer, **steps)
