@@ -94,8 +94,6 @@ _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "quiet"}
 @option("--keep-optimizer", is_flag=True, help="with --warm-start: its moments and steps, too")
 @quiet
 @fields(TrainConfig)
-@option("--no-clip", is_flag=True, help="the same as --clip none")
-@option("--no-warmup", is_flag=True, help="the same as --warmup-epochs 0")
 @fields(Keeping)
 @option(
     "--max-minutes",
@@ -138,7 +136,7 @@ def _begin(values: Mapping[str, Any]) -> Run:
     """Train a new run."""
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
-    tuned = like = None
+    tuned = None
     with agreed():
         check_minutes(values["max_minutes"])
         for name, what in (("data", "DATA, a prepared folder"), ("out", "--out RUN")):
@@ -158,32 +156,23 @@ def _begin(values: Mapping[str, Any]) -> Run:
 
             tuned = Tuned.open(values["tuned"])
         data = PreparedData.open(values["data"])
+        if tuned is not None:
+            tuned.check_columns(data)
         config, source = train_config(values, tuned, data.spec.name)
         keeping = Keeping(**given({field.name: values[field.name] for field in fields_of(Keeping)}))
-        if tuned is not None:
-            like = tuned.record
-            tuned.check_columns(data)
-        elif values["config"] is not None and values["config"].is_dir():
-            from merlin_cowclip.workflows.training.resuming import read_config
-
-            like = read_config(values["config"])
         from merlin_cowclip.workflows.training.train import check
 
         check(data, config, values["out"])
-    from merlin_cowclip.workflows.training.reproducibility import in_precision
     from merlin_cowclip.workflows.training.train import train
 
-    precision = None if like is None else like["precision"]  # None: the process's
     shows = is_first() and not values["quiet"]
     if shows:
-        in_it = "" if precision in (None, "float32") else f", {precision}"
-        print(f"{config.model}, rule {config.rule}, {config.update} updates{in_it}; {source}")
+        print(f"{config.model}, rule {config.rule}, {config.update} updates; {source}")
         print(scaling_table(config.base, config.hyperparameters), flush=True)
         if few := few_steps(data.rows["train"], config.batch_size):
             print(f"Warning: {few}", flush=True)
     options = {name: values[name] for name in ("max_minutes", "warm_start", "keep_optimizer")}
-    with in_precision(precision):
-        return train(data, config, values["out"], keeping=keeping, progress=shows, **options)
+    return train(data, config, values["out"], keeping=keeping, progress=shows, **options)
 
 
 def _resume(values: Mapping[str, Any]) -> Run:
@@ -215,12 +204,6 @@ def train_config(
     `dataset`.
     """
     options = given({field.name: values[field.name] for field in fields_of(TrainConfig)})
-    for name, no, none in (("clip", "no-clip", NO_CLIP), ("warmup_epochs", "no-warmup", 0.0)):
-        if values[no.replace("-", "_")]:
-            if name in options:
-                other = name.replace("_", "-")
-                raise UserError(f"--{no} excludes --{other}. Received: both. Leave one out")
-            options[name] = none
     if tuned is not None:
         found, source = tuned.train_config().to_dict(), f"values of {tuned.path}"
         tuned_at = found["batch_size"]
