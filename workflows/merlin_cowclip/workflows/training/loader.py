@@ -1,8 +1,7 @@
 """Loader: streams batches of a prepared folder, each a function of (seed, epoch, number) alone.
 
 Merlin's own loader never shuffles partitions, hangs at the end with `drop_last`, and counts its
-position in itself; Keras reads ahead of it. Here the order of an epoch is computed from the seed,
-so that a run can start again at any batch, two loaders always agree, and so do the ranks of one.
+position in itself; Keras reads ahead of it.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ class Loader(tf.data.Dataset):
     `validation_data=`, `mm.sample_batch`, `for features, labels in loader`.
 
     **Order.** That of epoch e is a permutation of the row groups and, in windows of `WINDOW_ROWS`,
-    of the rows, drawn from (seed, e) as `permutation` says; without shuffling it is the order on
-    disk. Batch k is the k-th piece of it, on any number of ranks: rank r of n takes rows r·b/n to
-    (r+1)·b/n of each batch of b. So a run can start again at any (epoch, k), also on another number
-    of ranks. Every rank reads the whole part, and copies only its own rows.
+    of the rows, drawn from (seed, e); without shuffling it is the order on disk. Batch k is the
+    k-th piece of it, and rank r of n takes rows r·b/n to (r+1)·b/n of each batch of b. So a run can
+    start again at any (epoch, k), also on another number of ranks, each of which reads all rows.
 
     **Epochs.** A pass over the loader is of the epoch `loader.epoch` of the moment in which its
     first batch is asked for. Keras makes a new pass per epoch and tells a dataset nothing, so in a
@@ -38,8 +36,8 @@ class Loader(tf.data.Dataset):
     no callback.
 
     It is a `tf.data.Dataset` and not, as Merlin's loader, a Keras `Sequence`, of which `fit` asks
-    for batches in an order of its own, drawn from Python's random state. Windows and batches are
-    made ahead in a few threads of each iterator, which end with it.
+    for batches in an order of its own. Batches are made ahead in threads, which end with their
+    iterator.
 
     Args:
       data: the prepared folder.
