@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
-from merlin_cowclip.workflows.errors import AgreedError, NotFiniteError, Notice, Stopped, UserError
+from merlin_cowclip.workflows.errors import NotFiniteError, Notice, UserError
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,
     refuse_existing,
@@ -63,7 +62,6 @@ with quiet_imports():
     from merlin_cowclip.workflows.training.trainer import Trainer
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_TABLES = ("embeddings", "linear")  # of our networks, by layer
 
 
 def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
@@ -84,12 +82,6 @@ def check_trainable(
             f"patience needs a test part, whose AUC it follows. Received: {data.path}, without "
             "one. Leave it out, or name data that has one"
         )
-    for name in config.clip_tables or ():
-        if name not in (*data.spec.ids, *_TABLES):
-            raise UserError(
-                f"clip_tables must name fields of the data, {', '.join(data.spec.ids)}, or tables, "
-                f"{', '.join(_TABLES)}. Received: {name!r}"
-            )
     ranks = here()
     loader = Loader(
         data,
@@ -302,25 +294,19 @@ def _train(
 
 @contextlib.contextmanager
 def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
-    """What ends a run says from where it can go on; one that began now and cannot is removed."""
+    """An error says how to resume the run; a new one without a checkpoint is removed."""
     try:
         yield
     except BaseException as error:
-        steps = Checkpoints(run / CHECKPOINTS).steps()
-        why = error.__cause__ if isinstance(error, AgreedError) else error
         if not is_first():  # the run is the first rank's
             raise
-        if not steps:
-            if new:
-                remove(run)
-            raise
-        kept = f"The checkpoint after update {steps[-1]:,} is kept"
-        if not isinstance(why, NotFiniteError):
-            kept += f"; resume with: {how_to_resume(run)}"
-        if isinstance(error, UserError):
-            raise type(error)(f"{str(error).rstrip('.')}. {kept}") from error.__cause__
-        if isinstance(error, KeyboardInterrupt) and not isinstance(error, Stopped):
-            raise Stopped(f"interrupted at once. {kept}", signal.SIGINT) from None
+        has_checkpoint = bool(Checkpoints(run / CHECKPOINTS).steps())
+        if new and not has_checkpoint:
+            remove(run)
+        diverged = isinstance(error, NotFiniteError) or isinstance(error.__cause__, NotFiniteError)
+        if isinstance(error, UserError) and has_checkpoint and not diverged:
+            how = f"{str(error).rstrip('.')}. Resume with: {how_to_resume(run)}"
+            raise type(error)(how) from error.__cause__
         raise
 
 
@@ -350,8 +336,6 @@ def as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, tf.errors.OpError) as error:  # shutil.Error has many errors, and no errno
-        if "UserError: " in str(error):  # raised by what TensorFlow calls, for a batch
-            raise UserError(str(error).split("UserError: ")[1].splitlines()[0]) from None
         full = getattr(error, "errno", None) in _FULL
         if full or any(os.strerror(number) in str(error) for number in _FULL):
             raise UserError(
