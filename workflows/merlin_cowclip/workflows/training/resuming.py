@@ -14,7 +14,6 @@ from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import Notice, UserError, clipped
 from merlin_cowclip.workflows.folders import refuse_pattern
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.ranks import here
 from merlin_cowclip.workflows.training.runs import (
@@ -53,7 +52,11 @@ def reopened(
     """
     was = config_in(before)
     config = with_epochs(was, epochs, run)
-    _refuse_finished(run, was, config)
+    if (run / RESULT).exists() and config == was:
+        raise UserError(
+            f"a run to resume must not be finished. Received: {run}, which has all of its epochs. "
+            f"Raise them: {how_to_resume(run)} --epochs N"
+        )
     path = Path(before["data"] if moved is None else moved)
     if not os.path.isdir(path):
         raise UserError(
@@ -95,20 +98,6 @@ def with_epochs(config: TrainConfig, epochs: int | None, run: Path) -> TrainConf
             "train another run"
         )
     return dataclasses.replace(config, epochs=epochs)
-
-
-def _refuse_finished(run: Path, was: TrainConfig, config: TrainConfig) -> None:
-    if not (run / RESULT).exists():
-        return
-    done = Progress(json.loads((run / RESULT).read_text(encoding="utf-8"))["epochs"])
-    if done.is_out_of(was.patience):
-        why = f"which stopped after epoch {len(done.epochs)} (patience). Train another run"
-    elif config.epochs == was.epochs:
-        more = f"{how_to_resume(run)} --epochs N"
-        why = f"which has all of its {was.epochs} epochs. Raise them: {more}"
-    else:
-        return
-    raise UserError(f"a run to resume must not be finished. Received: {run}, {why}")
 
 
 def warn_of_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
