@@ -130,7 +130,8 @@ REFUSED = {
 }
 
 
-LATE = (f"{TRAIN} --combiner tags=sum", f"{TRAIN} --clip-tables price")  # by the network
+LATE = [f"{TRAIN} --{one}" for one in ("combiner tags=sum", "clip-tables price", "max-minutes nan")]
+"""Refused after the hyperparameters are printed."""
 
 
 def check(argv: list[Any], words: str, folder: Path, **options: Any) -> str:

@@ -17,7 +17,6 @@ from merlin_cowclip.plugins.scaling import (
     ADAPTIVE_CLIPS,
     Hyperparameters,
     K,
-    find_rule,
     scaling_table,
 )
 from merlin_cowclip.workflows.commands.options import (
@@ -41,7 +40,6 @@ from merlin_cowclip.workflows.training.configuration import (
 from merlin_cowclip.workflows.training.keeping import GROUP, Keeping
 from merlin_cowclip.workflows.training.networks import NETWORKS, OPTIONS
 from merlin_cowclip.workflows.training.ranks import agreed, first_speaks, is_first
-from merlin_cowclip.workflows.training.stopping import check_minutes
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.study.tuned import Tuned
@@ -138,7 +136,6 @@ def _begin(values: Mapping[str, Any]) -> Run:
 
     tuned = None
     with agreed():
-        check_minutes(values["max_minutes"])
         for name, what in (("data", "DATA, a prepared folder"), ("out", "--out RUN")):
             if values[name] is None:
                 raise UserError(f"train needs {what}; or, to resume a run, --resume RUN")
@@ -177,7 +174,7 @@ def _begin(values: Mapping[str, Any]) -> Run:
 
 def _resume(values: Mapping[str, Any]) -> Run:
     """Train a run further."""
-    from merlin_cowclip.workflows.training.resuming import read_config
+    from merlin_cowclip.workflows.training.runs import read_config
 
     others = [n for n, v in values.items() if n not in _WITH_RESUME and v not in (None, False)]
     with agreed():
@@ -243,10 +240,7 @@ def _preset(
     Criteo's are those of the rules. Avazu's are not, so they are taken at the batch size itself, or
     the nearest one in the table; where options give some of them, at their base.
     """
-    try:
-        of, rule = name or dataset, find_rule(options.get("rule", "cowclip")).name
-    except ValueError:
-        return {}, ""  # TrainConfig refuses it
+    of, rule = name or dataset, options.get("rule", "cowclip")
     if of == "criteo":
         return {}, "the paper's values for criteo"
     is_base = any(field in options for field in BASE_FIELDS)
@@ -266,11 +260,8 @@ def paper_values(dataset: str, rule: str, batch_size: int) -> Hyperparameters | 
 
 def _read_config(path: Path) -> dict[str, Any]:
     """A configuration's values from a JSON file or a run folder."""
-    if os.path.isfile(path / "tuned.json"):  # which is false, too, of a name that is too long
-        raise UserError(f"{path} is the result of a tune. Give it to --tuned instead of --config")
     if os.path.isdir(path):
-        from merlin_cowclip.workflows.training.resuming import read_config
-        from merlin_cowclip.workflows.training.runs import config_in
+        from merlin_cowclip.workflows.training.runs import config_in, read_config
 
         return config_in(read_config(path)).to_dict()
     try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from merlin_cowclip.workflows.data.confirmed_workflow import check_workflow, load_confirmed
 from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD, PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.errors import UserError, shown
+from merlin_cowclip.workflows.errors import UserError, clipped, shown
 from merlin_cowclip.workflows.folders import package_versions, refuse_pattern
 from merlin_cowclip.workflows.machine import processor
 from merlin_cowclip.workflows.manifest import check_manifest, checksum
@@ -103,6 +103,18 @@ def config_in(record: Mapping[str, Any]) -> TrainConfig:
     """The configuration in a `config.json`."""
     names = [field.name for field in fields(TrainConfig)]
     return TrainConfig.from_dict({name: record[name] for name in names if name in record})
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """A run's `config.json`, finished or not; refuses what is no run."""
+    refuse_pattern(run, "run")
+    try:
+        return dict(json.loads((run / CONFIG).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"a run to resume must have its configuration. Received: {run / CONFIG}: "
+            f"{clipped(str(error))}. Train again into another folder"
+        ) from None
 
 
 def environment(*others: str) -> dict[str, Any]:
