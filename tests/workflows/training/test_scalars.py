@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from merlin_cowclip.plugins import FieldStatistics, RowStatistics
-from merlin_cowclip.workflows.training.logbook import (
+from merlin_cowclip.workflows.training.scalars import (
     clip_sentence,
     field_scalars,
     summary_scalars,

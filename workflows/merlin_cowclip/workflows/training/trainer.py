@@ -26,20 +26,16 @@ from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.evaluation import Predictor
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.logbook import (
-    FIELDS,
-    METRICS,
-    NORMS,
-    Logbook,
+from merlin_cowclip.workflows.training.logbook import FIELDS, METRICS, NORMS, Logbook, write_csv
+from merlin_cowclip.workflows.training.ranks import agreed, here, mean_over_ranks
+from merlin_cowclip.workflows.training.rebuilding import any_batch, compile_by, network
+from merlin_cowclip.workflows.training.runs import CHECKPOINTS, RESULT, how_to_resume
+from merlin_cowclip.workflows.training.scalars import (
     clip_sentence,
     field_rows,
     field_scalars,
     summary_scalars,
-    write_csv,
 )
-from merlin_cowclip.workflows.training.ranks import agreed, here, mean_over_ranks
-from merlin_cowclip.workflows.training.rebuilding import any_batch, compile_by, network
-from merlin_cowclip.workflows.training.runs import CHECKPOINTS, RESULT, how_to_resume
 from merlin_cowclip.workflows.training.step_variables import StepVariables
 from merlin_cowclip.workflows.training.stopping import Stopping
 from merlin_cowclip.workflows.training.watch import Watch
@@ -335,8 +331,9 @@ class Trainer:
         if row["auc"] is not None:
             parts += [f"test AUC {row['auc']:.4f}", f"log loss {row['log_loss']:.4f}"]
             parts.append(f"predicted/actual CTR {row['calibration']:.2f}")
-        speed = self.rows / row["seconds"] / 1000
-        parts.append(f"{row['seconds']:.0f} s, {speed:.1f}k samples/s")
+        speed = self.rows / row["seconds"]
+        shown = f"{speed / 1000:.1f}k" if speed >= 1000 else f"{speed:.0f}"
+        parts.append(f"{row['seconds']:.0f} s, {shown} samples/s")
         if row["auc"] is not None and self.progress.best == row["epoch"]:
             parts.append("best")
         return f"[{row['epoch']}/{self._config.epochs}] {' | '.join(parts)}"
