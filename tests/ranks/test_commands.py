@@ -20,7 +20,6 @@ from merlin_cowclip.workflows.training import ranks as ranks_of_runs
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.evaluation import evaluate
-from merlin_cowclip.workflows.training.scalars import percent
 
 from .conftest import COMMAND, OPTIONS, prepared
 from .launch import needs_horovod, on_ranks
@@ -100,7 +99,7 @@ def _check_clip(run: Run) -> None:
     rows = [float(line["ids_per_batch"]) for line in lines]
     clipped = np.average([float(line["rows_clipped"]) for line in lines], weights=rows)
     assert clipped > 0
-    assert run.result["clip"].startswith(f"The clip shortened {percent(clipped)} of the rows")
+    assert run.result["clip"].startswith(f"The clip shortened {100 * clipped:.3g} % of the rows")
 
 
 def _numbers(path: Path) -> list[dict[str, float]]:

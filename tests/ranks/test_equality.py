@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from merlin_cowclip.workflows.training.evaluation import exact_quality
+from merlin_cowclip.workflows.training.evaluation import QualityOf
 
 from .cases import CASES, LAUNCHES, trained
 from .launch import needs_horovod
@@ -90,9 +90,11 @@ def test_joins(launched, launch):
 def test_metrics_are_of_the_rows_of_all_ranks(launched, launch):
     random = np.random.default_rng(0)
     labels, clicks = random.integers(0, 2, 50), random.random(50).round(1).astype(np.float32)
+    whole = QualityOf()
+    whole.add(labels, clicks)
     for one in told(launched(launch)):
-        np.testing.assert_allclose(one["quality"], exact_quality(labels, clicks), rtol=1e-12)
-        assert one["quality"][0] == exact_quality(labels, clicks).auc
+        np.testing.assert_allclose(one["quality"], whole.quality(), rtol=1e-12)
+        assert one["quality"][0] == whole.quality().auc
 
 
 @on_two_and_three

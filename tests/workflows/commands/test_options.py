@@ -90,13 +90,13 @@ def test_help(name, tmp_path, monkeypatch):
     [
         ("", {}),
         ("--rule linear --l2 1e-3", {"rule": "linear", "l2": 1e-3}),
-        ("--no-clip --no-warmup", {"clip": "none", "warmup_epochs": 0.0}),
+        ("--clip none --warmup-epochs 0", {"clip": "none", "warmup_epochs": 0.0}),
         (
             "--config c.json --epochs 2",
             {"model": "dcn", "cross_layers": 2, "l2": 1e-3, "epochs": 2},
         ),
         ("--config c.json --model fm", {"model": "fm", "l2": 1e-3}),
-        ("--config run.json --no-clip", {"clip": "none"}),
+        ("--config run.json --clip none", {"clip": "none"}),
         ("--config run.json --clip adaptive_field", {"clip": "adaptive_field"}),
         ("--config run.json --dense-schedule constant --clip none", {"clip": "none"}),
     ],
@@ -118,8 +118,7 @@ def test_an_option_goes_before_a_file(tmp_path, monkeypatch, options, values):
         ("--model deepfm --cross-layers 2", "cross_layers belongs to dcn, dcn_v2"),
         ("--model lr --mlp 8", "mlp belongs to wide_and_deep"),
         ("--clip column --clip-threshold 1 --clip-ratio 2", "--clip-ratio belongs to"),
-        ("--no-clip --clip-tables user", "clip_tables needs a clip rule"),
-        ("--no-warmup --warmup-epochs 1", "--no-warmup excludes --warmup-epochs"),
+        ("--clip none --clip-tables user", "clip_tables needs a clip rule"),
     ],
 )
 def test_an_option_without_meaning_is_refused(options, message):

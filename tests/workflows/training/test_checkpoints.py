@@ -10,15 +10,15 @@ import tensorflow as tf
 
 from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.plugins.optimizers.state import weights_of
-from merlin_cowclip.workflows.errors import Stopped, UserError
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State, _write
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
-from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.evaluation import evaluate
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import resume, train
+from merlin_cowclip.workflows.training.trainer import Progress
 from merlin_cowclip.workflows.training.watch import Watch
 from tests.runs_alike import differences
 
@@ -96,7 +96,7 @@ def test_a_run_goes_on_in_an_epoch_to_the_last_bit(data, tmp_path, monkeypatch, 
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Watch, "see", interrupted)
-    with pytest.raises(Stopped):
+    with pytest.raises(KeyboardInterrupt):
         train(data, options, out, keeping=keeping, progress=False)
     monkeypatch.undo()
     assert Checkpoints(out / "checkpoints").steps()[-1] == 20  # an epoch has 16
@@ -117,9 +117,6 @@ def test_early_stopping(data, tmp_path):
     stopped = train(data, options, out, keeping=keeping, progress=False)
     assert len(stopped.result["epochs"]) == stopped.result["best_epoch"] + 2 < 9
     assert config(patience=2).identity != config().identity
-    with pytest.raises(UserError, match="which stopped after epoch . .patience."):
-        resume(out, epochs=20, progress=False)
-    (out / "result.json").rename(tmp_path / "result.json")  # as if killed before it was written
     assert resume(out, epochs=20, progress=False).result["epochs"] == stopped.result["epochs"]
 
 
@@ -190,8 +187,11 @@ def flip(path):
 
 
 DAMAGES = {
-    "a flipped bit": (lambda p: flip(p / "state.data-00000-of-00001"), "is damaged: "),
-    "a file gone": (lambda p: (p / "state.index").unlink(), "is damaged: "),
+    "a flipped bit": (
+        lambda p: flip(p / "state.data-00000-of-00001"),
+        "is damaged, or of another network: ",
+    ),
+    "a file gone": (lambda p: (p / "state.index").unlink(), "is damaged, or "),
     "half its progress": (lambda p: (p / "progress.json").write_text('{"st'), "cannot be read: "),
 }
 
@@ -227,7 +227,7 @@ def test_another_networks_checkpoint(written):
     checkpoints, _ = written
     other = tf.Variable(tf.zeros([9]), name="u")
     for name in ("weight/0000", "weight/0001"):
-        with pytest.raises(UserError, match="is of another network: "):
+        with pytest.raises(UserError, match="is damaged, or "):
             checkpoints.at(30).read({name: other})
 
 

@@ -15,7 +15,6 @@ from merlin_cowclip.workflows.training.evaluation import (
     Predictor,
     Quality,
     QualityOf,
-    exact_quality,
 )
 
 ROWS = 50_000
@@ -63,46 +62,43 @@ def test_scikit_learn_says_the_same(digits, batch):
     assert found.log_loss == pytest.approx(log_loss(labels, limited), rel=1e-12)
     rate = labels.mean(dtype=np.float64)
     assert found.calibration == pytest.approx(probabilities.mean(dtype=np.float64) / rate, rel=1e-9)
-    whole = exact_quality(labels, probabilities)
-    assert whole.auc == found.auc
-    assert tuple(whole) == pytest.approx(tuple(found), rel=1e-12)
 
 
 def test_ties_are_those_of_the_precision():
     labels, probabilities = np.array([1, 0]), np.array([0.1 + 1e-12, 0.1])
-    assert exact_quality(labels, probabilities).auc == 1.0
+    assert streamed(labels, probabilities).auc == 1.0
     assert streamed(labels, probabilities.astype(np.float32)).auc == 0.5
 
 
 def test_more_pairs_than_32_bits_count():
     labels = np.repeat([1, 0], 100_000)
-    assert exact_quality(labels, labels.astype(np.float32)).auc == 1.0
-    assert exact_quality(labels, np.full(200_000, np.float32(0.5))).auc == 0.5
-    assert exact_quality(labels, 1 - labels.astype(np.float32)).auc == 0.0
+    assert streamed(labels, labels.astype(np.float32)).auc == 1.0
+    assert streamed(labels, np.full(200_000, np.float32(0.5))).auc == 0.5
+    assert streamed(labels, 1 - labels.astype(np.float32)).auc == 0.0
 
 
-def test_exact_quality_with_ties():
+def test_a_few_ties():
     labels = np.array([1, 0, 1, 0, 0, 1])
     probabilities = np.array([0.9, 0.5, 0.5, 0.5, 0.1, 0.2])
     # Pairs (click, no click): 0.9 wins 3; 0.5 ties with two (1) and wins 1; 0.2 wins 1 of 3.
-    assert exact_quality(labels, probabilities).auc == pytest.approx((3 + 2 + 1) / 9)
+    assert streamed(labels, probabilities).auc == pytest.approx((3 + 2 + 1) / 9)
     terms = [0.9, 0.5, 0.5, 0.5, 0.9, 0.2]
     expected = -sum(math.log(p) for p in terms) / 6
-    assert exact_quality(labels, probabilities).log_loss == pytest.approx(expected)
+    assert streamed(labels, probabilities).log_loss == pytest.approx(expected)
 
 
-def test_exact_quality_needs_both_labels():
+def test_quality_needs_both_labels():
     with pytest.raises(UserError, match="labels of 0 and of 1. Received: only 1, in 2 rows"):
-        exact_quality(np.array([1, 1]), np.array([0.3, 0.4]))
+        streamed(np.array([1, 1]), np.array([0.3, 0.4]))
 
 
-def test_exact_quality_refuses_nan():
+def test_quality_refuses_nan():
     with pytest.raises(UserError, match="NaN for 1 of 2 rows. The model diverged"):
-        exact_quality(np.array([1, 0]), np.array([0.3, np.nan]))
+        streamed(np.array([1, 0]), np.array([0.3, np.nan]))
 
 
-def test_exact_quality_of_probabilities_0_and_1_is_finite():
-    quality = exact_quality(np.array([[1], [0]]), np.array([[0.0], [1.0]], np.float32))
+def test_quality_of_probabilities_0_and_1_is_finite():
+    quality = streamed(np.array([1, 0]), np.array([0.0, 1.0], np.float32))
     assert quality.auc == 0.0
     assert quality.log_loss == pytest.approx(-math.log(1e-7))
 
@@ -119,8 +115,6 @@ def test_scores_that_are_no_probabilities_are_refused(score):
     """As of a model that was trained with `from_logits=True`."""
     words = f"predictions must be probabilities, 0 to 1. Received: {score}, and 1 others"
     with pytest.raises(UserError, match=re.escape(words)):
-        exact_quality(np.array([0, 1, 1, 0]), np.array([0.0, score, 1.0, score]))
-    with pytest.raises(UserError, match=re.escape(words)):
         predicted(lambda x: x, [0.5, score, score])
 
 
@@ -133,7 +127,7 @@ def test_scores_that_are_no_probabilities_are_refused(score):
     ],
 )
 def test_a_model_predicts_one_probability_for_each_row(outputs, received):
-    words = f"must predict one probability for each row. Received: {received}. Evaluate each output"
+    words = f"must predict one probability for each row. Received: {received}. Evaluate a model"
     with pytest.raises(UserError, match=words):
         predicted(outputs, [0.5, 0.5, 0.5])
     assert predicted(lambda x: x[:, 0], [0.5, 0.25]).tolist() == [0.5, 0.25]
@@ -145,4 +139,4 @@ def predicted(outputs, given) -> np.ndarray:
             return outputs(features["x"])
 
     x = np.array(given, np.float32)[:, np.newaxis]
-    return Predictor(Network()).probabilities({"x": x}, {"x": tf.TensorSpec([None, 1])})
+    return Predictor(Network()).probabilities({"x": x})

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from merlin_cowclip.plugins._tensorflow import tf
-from merlin_cowclip.workflows.training import order
+from merlin_cowclip.workflows.training import rows
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.rows import Reader
 
@@ -37,9 +37,9 @@ def test_the_next_window_is_read_ahead_and_no_more(data, small_windows, monkeypa
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_small_batches_that_are_made_together_are_the_same(data, monkeypatch, drop_last):
     options = {"batch_size": BATCH, "seed": 2, "drop_last": drop_last}
-    monkeypatch.setattr(order, "BLOCK_ROWS", 5 * BATCH)
+    monkeypatch.setattr(rows, "BLOCK_ROWS", 5 * BATCH)
     together = as_numpy(Loader(data, **options).dataset(epochs=2, epoch=1, start=3))
-    monkeypatch.setattr(order, "BLOCK_ROWS", 1)
+    monkeypatch.setattr(rows, "BLOCK_ROWS", 1)
     one_by_one = Loader(data, **options)
     assert_same_batches(together, [*one_by_one.batches(1, start=3), *one_by_one.batches(2)])
 

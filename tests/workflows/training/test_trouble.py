@@ -12,7 +12,7 @@ from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.one_at_a_time import locked
-from merlin_cowclip.workflows.training.resuming import with_epochs
+from merlin_cowclip.workflows.training.train import with_epochs
 
 from .batches import SPEC
 from .interrupted import assert_goes_on, assert_same

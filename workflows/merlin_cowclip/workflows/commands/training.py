@@ -17,7 +17,6 @@ from merlin_cowclip.plugins.scaling import (
     ADAPTIVE_CLIPS,
     Hyperparameters,
     K,
-    find_rule,
     scaling_table,
 )
 from merlin_cowclip.workflows.commands.options import (
@@ -41,7 +40,6 @@ from merlin_cowclip.workflows.training.configuration import (
 from merlin_cowclip.workflows.training.keeping import GROUP, Keeping
 from merlin_cowclip.workflows.training.networks import NETWORKS, OPTIONS
 from merlin_cowclip.workflows.training.ranks import agreed, is_first
-from merlin_cowclip.workflows.training.stopping import check_minutes
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.study.tuned import Tuned
@@ -94,8 +92,6 @@ _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "quiet"}
 @option("--keep-optimizer", is_flag=True, help="with --warm-start: its moments and steps, too")
 @quiet
 @fields(TrainConfig)
-@option("--no-clip", is_flag=True, help="the same as --clip none")
-@option("--no-warmup", is_flag=True, help="the same as --warmup-epochs 0")
 @fields(Keeping)
 @option(
     "--max-minutes",
@@ -137,9 +133,8 @@ def _begin(values: Mapping[str, Any]) -> Run:
     """Train a new run."""
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
-    tuned = like = None
+    tuned = None
     with agreed():
-        check_minutes(values["max_minutes"])
         for name, what in (("data", "DATA, a prepared folder"), ("out", "--out RUN")):
             if values[name] is None:
                 raise UserError(f"train needs {what}; or, to resume a run, --resume RUN")
@@ -157,37 +152,28 @@ def _begin(values: Mapping[str, Any]) -> Run:
 
             tuned = Tuned.open(values["tuned"])
         data = PreparedData.open(values["data"])
+        if tuned is not None:
+            tuned.check_columns(data)
         config, source = train_config(values, tuned, data.spec.name)
         keeping = Keeping(**given({field.name: values[field.name] for field in fields_of(Keeping)}))
-        if tuned is not None:
-            like = tuned.record
-            tuned.check_columns(data)
-        elif values["config"] is not None and values["config"].is_dir():
-            from merlin_cowclip.workflows.training.resuming import read_config
-
-            like = read_config(values["config"])
         from merlin_cowclip.workflows.training.train import check
 
         check(data, config, values["out"])
-    from merlin_cowclip.workflows.training.reproducibility import in_precision
     from merlin_cowclip.workflows.training.train import train
 
-    precision = None if like is None else like["precision"]  # None: the process's
     shows = is_first() and not values["quiet"]
     if shows:
-        in_it = "" if precision in (None, "float32") else f", {precision}"
-        print(f"{config.model}, rule {config.rule}, {config.update} updates{in_it}; {source}")
+        print(f"{config.model}, rule {config.rule}, {config.update} updates; {source}")
         print(scaling_table(config.base, config.hyperparameters), flush=True)
         if few := few_steps(data.rows["train"], config.batch_size):
             print(f"Warning: {few}", flush=True)
     options = {name: values[name] for name in ("max_minutes", "warm_start", "keep_optimizer")}
-    with in_precision(precision):
-        return train(data, config, values["out"], keeping=keeping, progress=shows, **options)
+    return train(data, config, values["out"], keeping=keeping, progress=shows, **options)
 
 
 def _resume(values: Mapping[str, Any]) -> Run:
     """Train a run further."""
-    from merlin_cowclip.workflows.training.resuming import read_config
+    from merlin_cowclip.workflows.training.runs import read_config
 
     others = [n for n, v in values.items() if n not in _WITH_RESUME and v not in (None, False)]
     with agreed():
@@ -214,12 +200,6 @@ def train_config(
     `dataset`.
     """
     options = given({field.name: values[field.name] for field in fields_of(TrainConfig)})
-    for name, no, none in (("clip", "no-clip", NO_CLIP), ("warmup_epochs", "no-warmup", 0.0)):
-        if values[no.replace("-", "_")]:
-            if name in options:
-                other = name.replace("_", "-")
-                raise UserError(f"--{no} excludes --{other}. Received: both. Leave one out")
-            options[name] = none
     if tuned is not None:
         found, source = tuned.train_config().to_dict(), f"values of {tuned.path}"
         tuned_at = found["batch_size"]
@@ -259,10 +239,7 @@ def _preset(
     Criteo's are those of the rules. Avazu's are not, so they are taken at the batch size itself, or
     the nearest one in the table; where options give some of them, at their base.
     """
-    try:
-        of, rule = name or dataset, find_rule(options.get("rule", "cowclip")).name
-    except ValueError:
-        return {}, ""  # TrainConfig refuses it
+    of, rule = name or dataset, options.get("rule", "cowclip")
     if of == "criteo":
         return {}, "the paper's values for criteo"
     is_base = any(field in options for field in BASE_FIELDS)
@@ -282,11 +259,8 @@ def paper_values(dataset: str, rule: str, batch_size: int) -> Hyperparameters | 
 
 def _read_config(path: Path) -> dict[str, Any]:
     """A configuration's values from a JSON file or a run folder."""
-    if os.path.isfile(path / "tuned.json"):  # which is false, too, of a name that is too long
-        raise UserError(f"{path} is the result of a tune. Give it to --tuned instead of --config")
     if os.path.isdir(path):
-        from merlin_cowclip.workflows.training.resuming import read_config
-        from merlin_cowclip.workflows.training.runs import config_in
+        from merlin_cowclip.workflows.training.runs import config_in, read_config
 
         return config_in(read_config(path)).to_dict()
     try:

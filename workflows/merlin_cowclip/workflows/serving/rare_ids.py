@@ -138,7 +138,7 @@ def rare_costs(
         raise UserError(f"--rare needs a test split; {data.path} has none. Name others with --data")
     chosen = [rare_ids(data, percent) for percent in percents]
     model, loader = run.model(which), Loader(data, "test", batch_size=evaluation.EVALUATION_BATCH)
-    predictor, (spec, _) = evaluation.Predictor(model), loader.element_spec
+    predictor = evaluation.Predictor(model)
     keys = {f"{f}__values" if f in data.spec.lists else f: f for f in data.spec.ids}
     found = [evaluation.QualityOf() for _ in range(1 + len(chosen))]
     with progress_bar("rare ids", loader.rows, show=progress) as bar:
@@ -149,7 +149,7 @@ def rare_costs(
                 ids = {k: tf.gather(rare.answered_as[f], features[k]) for k, f in keys.items()}
                 answers.append({**features, **ids})
             for quality, given in zip(found, answers, strict=True):
-                quality.add(known, predictor.probabilities(given, spec))
+                quality.add(known, predictor.probabilities(given))
             bar.update(len(known))
     with_all, *without = (quality.quality().auc for quality in found)
     widths = [layer.table.dtype.size * layer.dim for layer in embeddings_of(model).values()]

@@ -8,10 +8,11 @@ twice, and cannot take `progress.json` with it in one rename.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,13 +86,15 @@ class Checkpoint:
     def read(self, variables: Mapping[str, tf.Variable]) -> None:
         """Give these the values that all ranks had together: sharded tables are made whole."""
         paths = [self.path / _rows(rank) for rank in range(len(self.progress["own"]))]
-        rows = [_opened(path) for path in paths if path.with_name(f"{path.name}.index").exists()]
-        sharded = {n for n in variables if rows and rows[0].has_tensor(_key_in_file(n))}
-        for name in sharded:
-            whole = np.empty(variables[name].shape, variables[name].dtype.as_numpy_dtype)
-            for rank, reader in enumerate(rows):
-                whole[rank :: len(rows)] = reader.get_tensor(_key_in_file(name))
-            variables[name].assign(whole)
+        paths = [path for path in paths if path.with_name(f"{path.name}.index").exists()]
+        with _as_user_errors(self.path):
+            rows = [tf.train.load_checkpoint(str(path)) for path in paths]
+            sharded = {n for n in variables if rows and rows[0].has_tensor(_key_in_file(n))}
+            for name in sharded:
+                whole = np.empty(variables[name].shape, variables[name].dtype.as_numpy_dtype)
+                for rank, reader in enumerate(rows):
+                    whole[rank :: len(rows)] = reader.get_tensor(_key_in_file(name))
+                variables[name].assign(whole)
         _read(self.path / _STATE, {n: v for n, v in variables.items() if n not in sharded})
 
 
@@ -221,23 +224,18 @@ def _write(prefix: Path, variables: Mapping[str, tf.Variable]) -> None:
     _checkpoint(variables).write(str(prefix))
 
 
-def _opened(prefix: Path) -> Any:
-    try:
-        return tf.train.load_checkpoint(str(prefix))
-    except (ValueError, tf.errors.OpError) as error:
-        raise UserError(f"the checkpoint {prefix} is damaged: {clipped(str(error))}") from None
-
-
 def _read(prefix: Path, variables: Mapping[str, tf.Variable]) -> None:
-    try:
+    with _as_user_errors(prefix):
         status = _checkpoint(variables).read(str(prefix))
         status.assert_existing_objects_matched().expect_partial()
-    except tf.errors.OpError as error:
+
+
+@contextlib.contextmanager
+def _as_user_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (tf.errors.OpError, AssertionError, ValueError) as error:
         raise UserError(
-            f"the checkpoint {prefix} is damaged: {clipped(error.message or str(error))}"
-        ) from None
-    except (AssertionError, ValueError) as error:
-        raise UserError(
-            f"the checkpoint {prefix} is of another network: {clipped(str(error))}. Train again "
-            "with the versions of the run's config.json"
+            f"the checkpoint {path} is damaged, or of another network: {clipped(str(error))}. If "
+            "versions differ from the run's config.json, use those"
         ) from None

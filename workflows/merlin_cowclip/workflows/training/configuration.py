@@ -19,7 +19,6 @@ from merlin_cowclip.plugins.scaling import (
     CLIPS,
     SCALING_RULES,
     Hyperparameters,
-    find_rule,
     recipe,
     scale,
 )
@@ -50,10 +49,6 @@ TABLES = ("replicated", "sharded")
 LARGEST_SEED = 2**32 - 1  # NumPy's
 NO_CLIP, CONSTANT = "none", "constant"
 _IDENTITY_FORMAT = 2
-
-
-def _rule(name: str, value: Any) -> str:
-    return find_rule(value).name
 
 
 def _seed(name: str, value: Any) -> int:
@@ -136,7 +131,6 @@ class TrainConfig:
         "cowclip",
         "how the hyperparameters follow the batch size",
         choices=tuple(SCALING_RULES),
-        check=_rule,
     )
     epochs: int = _run(10, "passes over the training rows", kind="count")
     patience: int | None = _run(

@@ -39,23 +39,6 @@ class Quality(NamedTuple):
     calibration: float
 
 
-def exact_quality(labels: np.ndarray, probabilities: np.ndarray) -> Quality:
-    """The quality of n probabilities, which are ranked in their own precision.
-
-    Args:
-      labels: n, 0 or 1, both of them present.
-      probabilities: n.
-
-    Raises:
-      UserError: only one of the labels is present, or a probability is none.
-    """
-    labels, probabilities = np.ravel(labels), np.ravel(probabilities)
-    _check_probabilities(probabilities)
-    ranks = QualityOf()
-    ranks.add(labels, probabilities)
-    return ranks.quality()
-
-
 def _check_probabilities(predictions: np.ndarray) -> None:
     """Refuse numbers below 0 or above 1; NaN is reported once all rows are known."""
     wrong = predictions[(predictions < 0) | (predictions > 1)]
@@ -132,12 +115,6 @@ class Predictor:
         self._model = model
         self._step: Any = None
 
-    def __call__(self, loader: Loader) -> tuple[np.ndarray, np.ndarray]:
-        """Labels and probabilities of every row of an unshuffled loader, n each, in its order."""
-        batches = list(self.batches(loader))
-        labels, probabilities = zip(*batches, strict=True)
-        return np.concatenate(labels), np.concatenate(probabilities)
-
     def quality(self, loader: Loader, *, rank: int = 0, ranks: int = 1) -> Quality:
         """Of every row of a loader; several ranks share its batches, and all call this."""
         found = QualityOf()
@@ -154,18 +131,19 @@ class Predictor:
         Tables in shards are looked up on all ranks at once: one that has a batch less than others
         ends with an empty one.
         """
-        spec, _ = loader.element_spec
         done = 0
         for features, labels in itertools.islice(loader.dataset(), rank, None, ranks):
-            yield labels.numpy().ravel(), self.probabilities(features, spec)
+            yield labels.numpy().ravel(), self.probabilities(features)
             done += 1
         if done < -(-len(loader) // ranks) and is_in_shards(self._model):
-            self.probabilities({name: _empty(name, one) for name, one in spec.items()}, spec)
+            spec, _ = loader.element_spec
+            self.probabilities({name: _empty(name, one) for name, one in spec.items()})
 
-    def probabilities(self, features: dict[str, Any], spec: dict[str, tf.TypeSpec]) -> np.ndarray:
-        """Of one batch, b float32; `spec` has the types of the inputs, for batches of any size."""
+    def probabilities(self, features: dict[str, Any]) -> np.ndarray:
+        """Of one batch, b float32."""
         if self._step is None:
             # One graph for batches of any size: the last one is smaller.
+            spec = {n: tf.TensorSpec([None, *x.shape[1:]], x.dtype) for n, x in features.items()}
             self._step = tf.function(self._model.predict_step, input_signature=[spec])
         with quiet_stack():  # of many networks in one process it warns that it traces many
             predictions = self._step(features)
@@ -173,8 +151,7 @@ class Predictor:
         if shape is None or len(shape) > 2 or shape[1:] not in ((), (1,)):
             raise UserError(
                 "a model must predict one probability for each row. Received: "
-                f"{type(predictions).__name__} of shape {shape}. Evaluate each output by itself, "
-                "by exact_quality"
+                f"{type(predictions).__name__} of shape {shape}. Evaluate a model of one output"
             )
         found = np.asarray(predictions, np.float32).ravel()
         _check_probabilities(found)
@@ -192,7 +169,8 @@ def predict(model: mm.Model, loader: Loader) -> tuple[np.ndarray, np.ndarray]:
     Raises:
       UserError: the model predicts anything else than a probability for each row.
     """
-    return Predictor(model)(loader)
+    labels, probabilities = zip(*Predictor(model).batches(loader), strict=True)
+    return np.concatenate(labels), np.concatenate(probabilities)
 
 
 def evaluate(model: mm.Model, loader: Loader) -> Quality:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import pyarrow as pa
@@ -28,52 +29,36 @@ from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD
 from merlin_cowclip.workflows.data.sources.base import Source
 from merlin_cowclip.workflows.data.sources.files import expand_paths
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
-from merlin_cowclip.workflows.errors import UserError, quoted
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.rows import Rows
 from merlin_cowclip.workflows.training.runs import Run
+
+if TYPE_CHECKING:
+    from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 
 CHUNK_BYTES = 8 << 20  # of a log that is read and encoded at a time
 BATCH_ROWS = 1 << 16  # of parquet, read and encoded at a time
 
 
+@dataclass(frozen=True)
 class Incoming:
     """Some files of rows, all of them with the label, or none.
 
     Attributes:
         files: their paths.
-        labelled: whether they have the label.
-        unlabelled: if not, what they lack, behind the first one's name.
         size: of them all.
         unit: of the size.
+        labelled: whether they have the label.
+        pieces: gives all rows in order, as read and as encoded; labels are 0 where there are none.
+            It calls its argument with the size that was read since, and raises a UserError for the
+            first bad value, with its file and row.
     """
 
-    unit = " rows"
+    files: list[Path]
+    size: int
+    unit: str
     labelled: bool
-
-    def __init__(self, run: Run, spec: DatasetSpec, files: list[Path], size: int) -> None:
-        self._run, self._spec, self.files, self.size = run, spec, files, size
-        self.unlabelled = f"without column {spec.label!r}"
-
-    def pieces(self, advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
-        """All rows in order, as read and as encoded; labels are 0 where there are none.
-
-        Args:
-            advance: called with the size that was read since.
-
-        Raises:
-            UserError: the first bad value, with its file and row.
-        """
-        raise NotImplementedError
-
-    def _look_for_labels(self, labelled: Mapping[Path, bool]) -> None:
-        """Set `labelled`, which is the same for all files."""
-        self.labelled = all(labelled.values())
-        if any(labelled.values()) and not self.labelled:
-            without = next(path for path, has in labelled.items() if not has)
-            raise UserError(
-                f"all files must have the label, or none. Received: {without} without column "
-                f"{self._spec.label!r}. Pass these files separately"
-            )
+    pieces: Callable[[Callable[[int], Any]], Iterator[tuple[pa.RecordBatch, Rows]]]
 
 
 def open_incoming(
@@ -90,52 +75,52 @@ def open_incoming(
     """
     spec = dataclasses.replace(run.spec(), split=Split())  # a column of times is no input
     if run.is_adopted:
-        kind = _RawParquet if raw else _EncodedParquet
-        return kind(run, spec, open_files(inputs), trust_workflow)
-    return _RawLogs(run, spec, inputs, trust_workflow)
+        files = open_files(inputs)
+        return _parquet(run, spec, files, run.inference(trust=trust_workflow) if raw else None)
+    return _raw_logs(run, spec, expand_paths(inputs), trust_workflow)
 
 
-class _RawLogs(Incoming):
+def _raw_logs(run: Run, spec: DatasetSpec, paths: list[Path], trust: bool) -> Incoming:
     """What `prepare` takes."""
+    for path in paths:
+        part = path.resolve().parent
+        if part.name in PARTS and (part.parent / RECORD).is_file():
+            raise UserError(
+                f"expected raw data, but {path} is a part of prepared data. Evaluate the folder "
+                f"{part.parent}, or give the raw data"
+            )
+    logs = [_log(spec, path) for path in paths]
+    labelled = _all_labelled(spec, {log.path: log.has_label() for log in logs})
+    logs = [dataclasses.replace(log, labelled=labelled) for log in logs]
+    for log in logs:
+        log.check()
+    workflow = run.workflow(trust=trust).remove_inputs([spec.label])
 
-    unit = "B"
+    def encoded(batch: pa.RecordBatch) -> Rows:
+        out = workflow.transform(raw_frame(batch)[[*spec.fields]])
+        columns = {name: pa.array(out[name]) for name in (*spec.categorical, *spec.continuous)}
+        columns |= {name: pa.array(out[name], pa.list_(pa.int64())) for name in spec.lists}
+        return Rows.of(spec, columns, batch.column(spec.label).to_numpy() if labelled else None)
 
-    def __init__(
-        self, run: Run, spec: DatasetSpec, inputs: Sequence[str | Path], trust: bool
-    ) -> None:
-        logs = [_log(spec, path) for path in expand_paths(inputs)]
-        super().__init__(run, spec, [log.path for log in logs], sum(log.size for log in logs))
-        for path in self.files:
-            part = path.resolve().parent
-            if part.name in PARTS and (part.parent / RECORD).is_file():
-                raise UserError(
-                    f"expected raw data, but {path} is a part of prepared data. Evaluate the "
-                    f"folder {part.parent}, or give the raw data"
-                )
-        self._look_for_labels({log.path: log.has_label() for log in logs})
-        self._logs = [dataclasses.replace(log, labelled=self.labelled) for log in logs]
-        for log in self._logs:
-            log.check()
-        self._workflow = run.workflow(trust=trust).remove_inputs([spec.label])
-
-    def pieces(self, advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
-        empty = True
-        for log in self._logs:
+    def pieces(advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
+        for log in logs:
             for chunk in log.chunks(CHUNK_BYTES):
                 for batch in log.batches(chunk, advance):
                     if batch.num_rows:
-                        yield batch, self._encoded(batch)
-                        empty = False
-        if empty:
-            raise UserError(f"{self.files[0]} has no rows. Give files with rows")
+                        yield batch, encoded(batch)
 
-    def _encoded(self, batch: pa.RecordBatch) -> Rows:
-        spec = self._spec
-        out = self._workflow.transform(raw_frame(batch)[[*spec.fields]])
-        columns = {name: pa.array(out[name]) for name in (*spec.categorical, *spec.continuous)}
-        columns |= {name: pa.array(out[name], pa.list_(pa.int64())) for name in spec.lists}
-        labels = batch.column(spec.label).to_numpy() if self.labelled else None
-        return Rows.of(spec, columns, labels)
+    return Incoming(paths, sum(log.size for log in logs), "B", labelled, pieces)
+
+
+def _all_labelled(spec: DatasetSpec, labelled: Mapping[Path, bool]) -> bool:
+    """Whether files have the label, which must be the same for all."""
+    if any(labelled.values()) and not all(labelled.values()):
+        without = next(path for path, has in labelled.items() if not has)
+        raise UserError(
+            f"all files must have the label, or none. Received: {without} without column "
+            f"{spec.label!r}. Pass these files separately"
+        )
+    return all(labelled.values())
 
 
 def _log(spec: DatasetSpec, path: Path) -> Source:
@@ -157,80 +142,40 @@ def raw_frame(batch: pa.RecordBatch) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-class _EncodedParquet(Incoming):
-    """Parquet that an adopted pipeline's workflow wrote; checked as `adopt` checks it."""
-
-    def __init__(self, run: Run, spec: DatasetSpec, files: list[ParquetFile], trust: bool) -> None:
-        super().__init__(run, spec, [file.path for file in files], sum(f.rows for f in files))
-        self._files = files
-        self._look(trust)
-
-    def _look(self, trust: bool) -> None:
-        """At the columns: which are to be read, and whether the label is among them."""
-        spec = self._spec
+def _parquet(
+    run: Run, spec: DatasetSpec, files: list[ParquetFile], inference: InferenceWorkflow | None
+) -> Incoming:
+    """Parquet that an adopted pipeline's workflow wrote, or, for its `inference`, that it reads."""
+    if inference is None:
         try:
-            self._look_for_labels({f.path: spec.label in f.schema.names for f in self._files})
-            check_columns(spec, self._files, labelled=self.labelled)
+            labelled = _all_labelled(spec, {f.path: spec.label in f.schema.names for f in files})
+            check_columns(spec, files, labelled=labelled)
         except UserError as error:
             raise UserError(f"{error}. If these are raw rows, add --raw (raw=True)") from None
-        self._columns = [*spec.fields, *([spec.label] if self.labelled else [])]
+    else:
+        has_label = inference.has_label
+        labelled = _all_labelled(spec, {f.path: has_label(f.schema.names) for f in files})
+    wanted = [*spec.fields, *([spec.label] if labelled else [])]
+    read = wanted if inference is None else inference.columns  # those that are there
+    cardinalities = run.config["cardinalities"]
 
-    def pieces(self, advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
-        spec, ids = self._spec, self._run.config["cardinalities"]
-        for where, batch in batches(self._files, self._columns, BATCH_ROWS):
-            encoded = self._encoded(batch, where)
-            for name in spec.ids:
-                checked_ids(encoded, name, ids[name], where)
-            for name in spec.continuous:
-                checked_numbers(encoded, name, where)
-            labels = checked_labels(encoded, spec.label, where) if self.labelled else None
-            columns = {name: encoded.column(name) for name in spec.fields}
-            yield batch, Rows.of(spec, columns, labels)
-            advance(batch.num_rows)
-
-    def _encoded(self, batch: pa.RecordBatch, where: BatchLocation) -> pa.RecordBatch:
-        return batch
-
-
-class _RawParquet(_EncodedParquet):
-    """Parquet that an adopted pipeline's workflow reads."""
-
-    def _look(self, trust: bool) -> None:
-        inference = self._inference = self._run.inference(trust=trust)
-        names = {file.path: file.schema.names for file in self._files}
-        self._columns = [n for n in inference.columns if n in names[self.files[0]]]
-        for path, there in names.items():
-            gone = [name for name in self._columns if name not in there]
-            if missing := inference.missing(there) or gone:
-                raise UserError(
-                    f"{path} lacks columns that the workflow needs, or that {self.files[0]} has: "
-                    f"{quoted(missing)} (it has {quoted(there)})"
-                )
-        self._look_for_labels({path: inference.has_label(n) for path, n in names.items()})
-        none = inference.of_label is None
-        of = "and the workflow makes no" if none else "without the columns of"
-        self.unlabelled = f"{of} label {self._spec.label!r}"
-
-    def _encoded(self, batch: pa.RecordBatch, where: BatchLocation) -> pa.RecordBatch:
+    def encoded(batch: pa.RecordBatch, where: BatchLocation) -> pa.RecordBatch:
+        if inference is None:
+            return batch
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        out = self._inference.transform(columns, where)
-        wanted = [*self._spec.fields, *([self._spec.label] if self.labelled else [])]
+        out = inference.transform(columns, where)
         return pa.RecordBatch.from_pandas(out[wanted], preserve_index=False)
 
+    def pieces(advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
+        for where, batch in batches(files, read, BATCH_ROWS):
+            rows = encoded(batch, where)
+            for name in spec.ids:
+                checked_ids(rows, name, cardinalities[name], where)
+            for name in spec.continuous:
+                checked_numbers(rows, name, where)
+            labels = checked_labels(rows, spec.label, where) if labelled else None
+            yield batch, Rows.of(spec, {name: rows.column(name) for name in spec.fields}, labels)
+            advance(batch.num_rows)
 
-def in_batches(pieces: Iterator[Rows], size: int) -> Iterator[Rows]:
-    """The same rows, `size` at a time; the last ones may be fewer."""
-    held: list[Rows] = []
-    room = size
-    for rows in pieces:
-        start = 0
-        while start < len(rows):
-            stop = min(len(rows), start + room)
-            held.append(rows.part(start, stop))
-            room -= stop - start
-            start = stop
-            if not room:
-                yield Rows.joined(held)
-                held, room = [], size
-    if held:
-        yield Rows.joined(held)
+    paths, size = [file.path for file in files], sum(file.rows for file in files)
+    return Incoming(paths, size, " rows", labelled, pieces)

@@ -1,8 +1,7 @@
 """Loader: streams batches of a prepared folder, each a function of (seed, epoch, number) alone.
 
 Merlin's own loader never shuffles partitions, hangs at the end with `drop_last`, and counts its
-position in itself; Keras reads ahead of it. Here the order of an epoch is computed from the seed,
-so that a run can start again at any batch, two loaders always agree, and so do the ranks of one.
+position in itself; Keras reads ahead of it.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ class Loader(tf.data.Dataset):
     `validation_data=`, `mm.sample_batch`, `for features, labels in loader`.
 
     **Order.** That of epoch e is a permutation of the row groups and, in windows of `WINDOW_ROWS`,
-    of the rows, drawn from (seed, e) as `permutation` says; without shuffling it is the order on
-    disk. Batch k is the k-th piece of it, on any number of ranks: rank r of n takes rows r·b/n to
-    (r+1)·b/n of each batch of b. So a run can start again at any (epoch, k), also on another number
-    of ranks. Every rank reads the whole part, and copies only its own rows.
+    of the rows, drawn from (seed, e); without shuffling it is the order on disk. Batch k is the
+    k-th piece of it, and rank r of n takes rows r·b/n to (r+1)·b/n of each batch of b. So a run can
+    start again at any (epoch, k), also on another number of ranks, each of which reads all rows.
 
     **Epochs.** A pass over the loader is of the epoch `loader.epoch` of the moment in which its
     first batch is asked for. Keras makes a new pass per epoch and tells a dataset nothing, so in a
@@ -37,8 +35,8 @@ class Loader(tf.data.Dataset):
     no callback.
 
     It is a `tf.data.Dataset` and not, as Merlin's loader, a Keras `Sequence`, of which `fit` asks
-    for batches in an order of its own, drawn from Python's random state. Windows and batches are
-    made ahead in a few threads of each iterator, which end with it.
+    for batches in an order of its own. Batches are made ahead in threads, which end with their
+    iterator.
 
     Args:
       data: the prepared folder.
@@ -107,11 +105,7 @@ class Loader(tf.data.Dataset):
                 f"{self.rows} rows in {data.path}. Choose a smaller batch or prepare more rows."
             )
         self.epoch = 0
-
-        def one_epoch() -> tuple[int, Any]:
-            return self._span(self.epoch, 1, 0)
-
-        self._batches = self._as_dataset(one_epoch, len(self))
+        self._batches = self._as_dataset(lambda: self._blocks(self.epoch, 1, 0), len(self))
         super().__init__(self._batches._variant_tensor)
 
     def _inputs(self) -> list[tf.data.Dataset]:
@@ -144,9 +138,8 @@ class Loader(tf.data.Dataset):
     input_schema = output_schema = schema
 
     def peek(self) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-        """The first batch of a pass over the loader."""
-        features, labels = next(self.batches(self.epoch))
-        return {name: tf.constant(c) for name, c in features.items()}, tf.constant(labels)
+        """The first batch of a pass over the loader, for `mm.sample_batch`."""
+        return next(iter(self))
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[dict[str, Any], Any]]:
         """The batches of one epoch from number `start` on: (features, labels b×1).
@@ -157,10 +150,9 @@ class Loader(tf.data.Dataset):
         Raises:
           UserError: no such epoch or start.
         """
-        first, stop = self._span(epoch, 1, start)
         return (
             block.batch(self.data.spec, i, block.labels.shape[1])
-            for block in blocks(self._order, self._reader, first, stop)
+            for block in self._blocks(epoch, 1, start)
             for i in range(len(block.labels))
         )
 
@@ -183,8 +175,9 @@ class Loader(tf.data.Dataset):
         Raises:
           UserError: no such epoch or start.
         """
-        first, stop = self._span(epoch, epochs, start)
-        dataset = self._as_dataset(lambda: (first, stop), None if stop is None else stop - first)
+        self._check_place(epoch, epochs, start)
+        count = None if epochs is None else epochs * len(self) - start
+        dataset = self._as_dataset(lambda: self._blocks(epoch, epochs, start), count)
         dataset.batch_size, dataset.ranks = self.batch_size, self.ranks
         return dataset
 
@@ -193,19 +186,20 @@ class Loader(tf.data.Dataset):
         """`dataset(epochs=None)`, made once: that takes longer than a few batches."""
         return self.dataset(epochs=None)
 
-    def _span(self, epoch: int, epochs: int | None, start: int) -> tuple[int, Any]:
-        """From which batch to which, all epochs counted through."""
+    def _check_place(self, epoch: int, epochs: int | None, start: int) -> None:
         check_whole("epoch", epoch, 0)
         check_whole("start", start, 0, len(self))
         if epochs is not None:
             check_whole("epochs", epochs, 1)
-        stop = None if epochs is None else (epoch + epochs) * len(self)
-        return epoch * len(self) + start, stop
+
+    def _blocks(self, epoch: int, epochs: int | None, start: int) -> Iterator[Block]:
+        self._check_place(epoch, epochs, start)
+        return blocks(self._order, self._reader, epoch, epochs, start)
 
     def _as_dataset(
-        self, span: Callable[[], tuple[int, Any]], count: int | None
+        self, blocks_of: Callable[[], Iterator[Block]], count: int | None
     ) -> tf.data.Dataset:
-        """`count` batches; `span` is called when an iterator's first one is asked for."""
+        """`count` batches; `blocks_of` is called when an iterator's first one is asked for."""
         spec = self.data.spec
         keys = list_keys(spec)
         types = (
@@ -219,7 +213,7 @@ class Loader(tf.data.Dataset):
         # one by one would cost more than the reading.
 
         def made() -> Iterator[tuple[Any, ...]]:
-            for block in blocks(self._order, self._reader, *span()):
+            for block in blocks_of():
                 yield block.ids, block.numbers, block.labels, *block.lists
 
         @tf.autograph.experimental.do_not_convert  # it does not know zip(…, strict=True)

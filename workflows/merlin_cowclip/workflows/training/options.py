@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from merlin_cowclip.plugins._checks import is_whole, layer_units, make_plain
+from merlin_cowclip.plugins._checks import layer_units, make_plain, whole_number
 from merlin_cowclip.plugins.scaling import check_number
 from merlin_cowclip.workflows.errors import UserError
 
@@ -70,21 +71,10 @@ def yes_or_no(name: str, value: Any) -> bool:
     return value
 
 
-def positive(name: str, value: Any) -> float:
-    """A check of a number above 0."""
-    return check_number(name, value, positive=True)
-
-
-def count(name: str, value: Any) -> int:
-    """A check of a positive whole number."""
-    if not is_whole(value, 1, 2**48):
-        raise ValueError(f"{name} must be a positive whole number. Received: {name}={value!r}")
-    return value
-
-
 CHECKS: Mapping[str, Check] = MappingProxyType(
     {
-        **{"size": count, "count": count, "positive": positive, "number": check_number},
+        **{"size": whole_number, "count": whole_number, "number": check_number},
+        "positive": functools.partial(check_number, positive=True),
         **{"units": layer_units, "flag": yes_or_no},
     }
 )

@@ -6,9 +6,7 @@ loaders always agree, and so do the ranks of one.
 
 from __future__ import annotations
 
-import bisect
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +14,9 @@ from pathlib import Path
 import numpy as np
 
 WINDOW_ROWS = 1 << 19
-"""Rows that are in memory, and permuted, together: about 0.15 GiB for 26 + 13 fields. Two windows
-are held, the one in use and the next; more only for batches larger than a window. A row group is
-never parted, so one that is larger is a window of its own."""
-BLOCK_ROWS = 1 << 12
-"""Rows of small batches that are made at a time: one by one, batches of 32 would take half as long
-to make as a step on them."""
+"""Rows that are permuted together: about 0.15 GiB for 26 + 13 fields. Three windows are in memory,
+the one in use and the next two; more only for batches larger than a window. A row group is never
+parted, so one that is larger is a window of its own."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,7 @@ class Order:
       shuffled: whether epochs differ; else all are in the order on disk.
       rank: whose share of each batch is wanted, from 0.
       ranks: how many share a batch.
-      drop_last: whether rows that fill no batch are left out; they must be on several ranks.
+      drop_last: whether rows that fill no batch are left out; on several ranks they must be.
     """
 
     groups: tuple[RowGroup, ...]
@@ -96,58 +91,18 @@ class Order:
             groups = groups[taken:]
         return windows
 
-    def of_rows(self, window: Window) -> np.ndarray:
-        """Of the window's rows, as they lie on disk group by group, which comes when."""
-        if not self.shuffled:
-            return np.arange(window.rows)
-        return permutation(window.rows, self.seed, _OF_ROWS, window.epoch, window.number)
+    def of_rows(self, window: Window, start: int = 0) -> np.ndarray:
+        """This rank's rows of a window in order, by their place on disk, group after group.
 
-    def share(self, k: int) -> tuple[int, int]:
-        """From which row of an epoch to which this rank's share of batch k is."""
-        start = k * self.batch_size
-        size = min(self.batch_size, self.rows - start) // self.ranks
-        return start + self.rank * size, start + (self.rank + 1) * size
-
-    @property
-    def together(self) -> int:
-        """How many batches are made at a time."""
-        return max(1, BLOCK_ROWS * self.ranks // self.batch_size)
-
-    def block(self, g: int, stop: int | None) -> range:
-        """The batches that are made together with the g-th of all epochs, from that one on.
-
-        All are of one epoch, and of one size. The last one before `stop` is by itself: who gets it
-        has asked for all others.
-
-        Args:
-          g: a batch before `stop`.
-          stop: the first one that is not wanted; `None`: there is none.
+        Those of batches before `start` are left out, and so are those that fill no batch.
         """
-        epoch, k = divmod(g, self.batches)
-        end = min((k // self.together + 1) * self.together, self.rows // self.batch_size)
-        end += epoch * self.batches
-        return range(g, max(g + 1, end if stop is None else min(end, stop - 1)))
-
-    def places(self, batches: range) -> np.ndarray:
-        """This rank's rows of an epoch's batches, by their place in the order of the epoch."""
-        return np.concatenate([np.arange(*self.share(k)) for k in batches])
-
-    def blocks(self, g: int, stop: int | None) -> Iterator[tuple[list[Window], np.ndarray, int]]:
-        """All blocks from the g-th batch on: windows of the epoch, `places`, and how many batches.
-
-        Windows are those that hold its rows, and the next one.
-        """
-        windows: list[Window] = []
-        while g != stop:
-            epoch, k = divmod(g, self.batches)
-            if not windows or windows[0].epoch != epoch:
-                windows = self.windows(epoch)
-                starts = [window.start for window in windows]
-            block = self.block(g, stop)
-            places = self.places(range(k, k + len(block)))
-            first, end = (bisect.bisect_right(starts, place) for place in (places[0], places[-1]))
-            yield windows[first - 1 : end + 1], places, len(block)
-            g = block.stop
+        order = np.arange(window.rows)
+        if self.shuffled:
+            order = permutation(window.rows, self.seed, _OF_ROWS, window.epoch, window.number)
+        places = np.arange(window.start, window.start + window.rows)
+        batch, place = np.divmod(places, self.batch_size)
+        is_mine = place // (self.batch_size // self.ranks) == self.rank
+        return order[is_mine & (start <= batch) & (batch < self.batches)]
 
 
 def permutation(n: int, seed: int, *key: int) -> np.ndarray:

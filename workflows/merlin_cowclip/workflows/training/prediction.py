@@ -6,13 +6,12 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.plugins._tensorflow import mm, tf
+from merlin_cowclip.plugins._tensorflow import mm
 from merlin_cowclip.workflows.data.adopt.validate import prefetch
 from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN
 from merlin_cowclip.workflows.data.spec import DatasetSpec
@@ -25,8 +24,8 @@ from merlin_cowclip.workflows.training.evaluation import (
     Quality,
     QualityOf,
 )
-from merlin_cowclip.workflows.training.incoming import Incoming, in_batches, open_incoming
-from merlin_cowclip.workflows.training.rows import Block, Rows, list_keys
+from merlin_cowclip.workflows.training.incoming import Incoming, open_incoming
+from merlin_cowclip.workflows.training.rows import Block, Rows, in_batches
 from merlin_cowclip.workflows.training.runs import Run
 
 LABEL, PROBABILITY = "label", "probability"
@@ -102,7 +101,7 @@ def evaluate_logs(
     if not incoming.labelled:
         raise UserError(
             "what is evaluated must have labels of 0 and of 1. Received: "
-            f"{incoming.files[0]}, {incoming.unlabelled}. Rows without labels are for "
+            f"{incoming.files[0]}, without label {run.spec().label!r}. Rows without labels are for "
             "'merlin-cowclip predict'"
         )
     found, rows = QualityOf(), 0
@@ -141,12 +140,10 @@ class _UnknownIds:
 
     def see(self, rows: Rows) -> None:
         """Count those of some encoded rows."""
-        one_hot = dict(zip(self._spec.categorical, rows.ids.T, strict=True))
-        for name in list(self._unknown):
-            ids = one_hot.get(name)
-            if ids is None:
-                column = rows.lists[self._spec.lists.index(name)]
-                ids = column.flatten().to_numpy(zero_copy_only=False)
+        lists = (column.flatten().to_numpy(zero_copy_only=False) for column in rows.lists)
+        for name, ids in zip(self._spec.ids, (*rows.ids.T, *lists), strict=True):
+            if name not in self._unknown:
+                continue
             if len(ids) and ids.max() >= self._first[name]:
                 del self._unknown[name]
             else:
@@ -168,13 +165,10 @@ class _UnknownIds:
 def scorer(model: mm.Model, spec: DatasetSpec) -> Callable[[Rows], np.ndarray]:
     """What gives the probabilities, n float32, of n encoded rows."""
     predictor = Predictor(model)
-    types: dict[str, Any] = {name: tf.TensorSpec([None, 1], tf.int64) for name in spec.categorical}
-    types |= {name: tf.TensorSpec([None, 1], tf.float32) for name in spec.continuous}
-    types |= {key: tf.TensorSpec([None], tf.int64) for key in list_keys(spec)}
 
     def probabilities(rows: Rows) -> np.ndarray:
         features, _ = Block.of(rows).batch(spec, 0, len(rows))
-        return predictor.probabilities(features, types)
+        return predictor.probabilities(features)
 
     return probabilities
 

@@ -16,7 +16,7 @@ from merlin_cowclip.workflows.training.checkpoint import Checkpoint
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.learning_rates import keras_schedule
 from merlin_cowclip.workflows.training.reproducibility import in_precision
-from merlin_cowclip.workflows.training.runs import SCHEMA, Run
+from merlin_cowclip.workflows.training.runs import Run
 
 with quiet_imports():
     from merlin.schema import Schema
@@ -95,16 +95,11 @@ def begin_from(
 
     With `keep_optimizer` the optimizer's state, too, whose steps go on counting.
     """
-    checkpoint = run.checkpoint("last")
     if keep_optimizer:
         optimizer.create_slots(model.trainable_variables)
-        checkpoint.read(state_of(model, optimizer))
+        run.checkpoint("last").read(state_of(model, optimizer))
         return
-    if run.config["update"] != "deferred":
-        checkpoint.read(weights_of(model))
-        return
-    whole = rebuilt(checkpoint, run.train_config(), run.path / SCHEMA, run.config)
-    found = weights_of(whole)  # with the updates that its rows had missed
+    found = weights_of(run.model())  # deferred: with the updates that its rows had missed
     for name, variable in weights_of(model).items():
         variable.assign(found[name])
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows.data.adopt.validate import prefetch
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.training.order import Order, RowGroup, Window
 
-AHEAD = 2  # blocks of batches made before they are asked for
+BLOCK_ROWS = 1 << 12
+"""Rows of small batches that are made at a time: one by one, batches of 32 would take half as long
+to make as a step on them."""
 
 
 @dataclass(frozen=True)
@@ -153,53 +153,51 @@ class Reader:
         return Rows.joined(found)
 
 
-def blocks(order: Order, reader: Reader, first: int, stop: int | None) -> Iterator[Block]:
-    """Batches `first` to `stop` of all epochs counted through, those that are made together.
+def blocks(
+    order: Order, reader: Reader, epoch: int, epochs: int | None, start: int
+) -> Iterator[Block]:
+    """Batches of some epochs (`None`: endless), from batch `start` of the first one on.
 
-    While one is used, `AHEAD` others are made and the next window is read, also across the end of
-    an epoch.
+    While one block is used the next is made, and the next window read, also across the end of an
+    epoch.
     """
-    pool = ThreadPoolExecutor(AHEAD + 2, "merlin-cowclip-loader")
-    reading = threading.Lock()  # one window after the other: the first is wanted first
-    held: dict[tuple[int, int], Future[tuple[Rows, np.ndarray]]] = {}
-    made: deque[tuple[list[Window], Future[Block]]] = deque()
+    size = order.batch_size // order.ranks
 
-    def read(window: Window) -> tuple[Rows, np.ndarray]:
-        with reading:
-            return reader.read(window), order.of_rows(window)
+    def windows() -> Iterator[tuple[int, Rows]]:
+        for e in itertools.count(epoch) if epochs is None else range(epoch, epoch + epochs):
+            for window in order.windows(e):
+                mine = order.of_rows(window, start if e == epoch else 0)
+                if len(mine):
+                    yield e, reader.read(window).take(mine)
 
-    def begin(window: Window) -> Future[tuple[Rows, np.ndarray]]:
-        place = window.epoch, window.number
-        if place not in held:
-            held[place] = pool.submit(read, window)
-        return held[place]
+    def made() -> Iterator[Block]:
+        for _, pieces in itertools.groupby(prefetch(windows()), lambda piece: piece[0]):
+            for rows in in_batches((rows for _, rows in pieces), max(BLOCK_ROWS // size, 1) * size):
+                whole, left = divmod(len(rows), size)
+                if whole:
+                    yield Block.of(rows.part(0, whole * size), whole)
+                if left:
+                    yield Block.of(rows.part(whole * size, len(rows)))
 
-    def make(parts: list[tuple[int, Future[Any]]], places: np.ndarray, n: int) -> Block:
-        taken = []
-        for start, future in parts:
-            rows, permuted = future.result()
-            here = places[(places >= start) & (places < start + len(rows))]
-            taken.append(rows.take(permuted[here - start]))
-        return Block.of(Rows.joined(taken), n)
+    return prefetch(made())
 
-    try:
-        coming = order.blocks(first, stop)
-        while True:
-            for windows, places, n in itertools.islice(coming, AHEAD + 1 - len(made)):
-                wanted = [window for window in windows if window.start <= places[-1]]
-                parts = [(window.start, begin(window)) for window in wanted]
-                made.append((windows, pool.submit(make, parts, places, n)))
-            if not made:
-                return
-            windows, future = made.popleft()
-            for following in windows[:2]:
-                begin(following)
-            used = windows[0].epoch, windows[0].number
-            held = {place: rows for place, rows in held.items() if place >= used}
-            parts = []  # whose windows it would hold
-            yield future.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+
+def in_batches(pieces: Iterator[Rows], size: int) -> Iterator[Rows]:
+    """The same rows, `size` at a time; the last ones may be fewer."""
+    held: list[Rows] = []
+    room = size
+    for rows in pieces:
+        start = 0
+        while start < len(rows):
+            stop = min(len(rows), start + room)
+            held.append(rows.part(start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield Rows.joined(held)
+                held, room = [], size
+    if held:
+        yield Rows.joined(held)
 
 
 def _values_and_offsets(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:

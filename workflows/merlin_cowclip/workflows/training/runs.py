@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD, PreparedData, check_workflow
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.folders import package_versions, refuse_pattern
 from merlin_cowclip.workflows.manifest import check_manifest, checksum
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -41,7 +41,7 @@ def inputs_of(data: PreparedData) -> dict[str, Any]:
     """What the inputs of a model trained on `data` mean, beside its vocabularies; fit for JSON.
 
     `label`, `categorical`, `lists` and `continuous` are names; `ranges` what the numbers were
-    scaled by, and None for an adopted pipeline, of which `pipelines` knows the workflow.
+    scaled by, and None for an adopted pipeline, by whose workflow's checksum it is known.
     `special_ids` has by field how many ids unknown ones share by hash (`buckets`), and which id a
     missing one has (`missing`). `spec` is how to read raw rows.
     """
@@ -54,7 +54,7 @@ def inputs_of(data: PreparedData) -> dict[str, Any]:
         "continuous": sorted(spec.continuous),
         "ranges": data.record.get("ranges"),
         "special_ids": {field: _special_ids(data.schema[field]) for field in sorted(spec.ids)},
-        "pipelines": sorted(pipelines_of(data)),
+        "pipeline": checksum(data.path / "workflow" / WORKFLOW),
     }
 
 
@@ -102,6 +102,18 @@ def config_in(record: Mapping[str, Any]) -> TrainConfig:
     """The configuration in a `config.json`."""
     names = [field.name for field in fields(TrainConfig)]
     return TrainConfig.from_dict({name: record[name] for name in names if name in record})
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """A run's `config.json`, finished or not; refuses what is no run."""
+    refuse_pattern(run, "run")
+    try:
+        return dict(json.loads((run / CONFIG).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"a run to resume must have its configuration. Received: {run / CONFIG}: "
+            f"{clipped(str(error))}. Train again into another folder"
+        ) from None
 
 
 def environment(*others: str) -> dict[str, Any]:
@@ -156,20 +168,9 @@ def _special_ids(column: Any) -> dict[str, int]:
     return {"buckets": int(properties.get("num_buckets") or 1), "missing": missing}
 
 
-def pipelines_of(data: PreparedData) -> set[str]:
-    """Checksums by which the workflow is known that made `data`."""
-    return {checksum(data.path / "workflow" / WORKFLOW)}
-
-
 def how_to_resume(run: Path, *, moved: bool = False) -> str:
     """The command that resumes a run, whose data may have moved, for a shell."""
     return f"merlin-cowclip train {'DATA ' * moved}--resume {shlex.quote(str(run))}"
-
-
-def how_to_evaluate(run: Path, data: Path | None = None) -> str:
-    """The command that evaluates a run on other data than its own, for a shell."""
-    named = "DATA" if data is None else shlex.quote(str(data))
-    return f"merlin-cowclip evaluate {shlex.quote(str(run))} {named}"
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ class Run:
         if not os.path.isdir(path):
             raise UserError(
                 f"the data of a run must be where it was. Received: {path}, which is no folder. "
-                f"Name the place where it is now: {how_to_evaluate(self.path)}"
+                f"Name the place where it is now: merlin-cowclip evaluate {self.path} DATA"
             )
         data = PreparedData.open(path)
         if self.config["data_sha256"] != identity_of(data):
@@ -265,7 +266,7 @@ class Run:
             raise UserError(
                 f"the data of a run must be what it was when it began. Received: {path}, with "
                 "other rows: on those of its test part it may have been trained. To evaluate them "
-                f"all the same, name it: {how_to_evaluate(self.path, path)}"
+                f"all the same, name it: merlin-cowclip evaluate {self.path} {path}"
             )
         return data
 
@@ -295,7 +296,7 @@ class Run:
                 name = min(n for n in {**mine, **other} if mine.get(n) != other.get(n))
                 key, mine, other = f"{key} of {name!r}", mine.get(name), other.get(name)
             return f"{key}: {other!r} instead of {mine!r}"
-        if adopted and not {*self.config["pipelines"]} & {*its["pipelines"]}:
+        if adopted and self.config["pipeline"] != its["pipeline"]:
             return "the pipeline that it was adopted from"
         # Vocabularies; and statistics of other fits, which a job may save where the last one did.
         for path in sorted((self.path / "workflow").rglob("*.parquet")):
@@ -368,15 +369,12 @@ def _same(mine: Path, other: Path) -> bool:
 
     Their bytes may differ: beside the ids are counts.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        if mine.is_file() and filecmp.cmp(mine, other, shallow=False):  # NaN is not equal to NaN
-            return True
-        a, b = (pq.read_table(path) for path in (mine, other))
-        ids = [name for name in a.schema.names if not name.endswith("_size")]
-        a, b = a.select(ids), b.select(ids)
-        return bool(a.equals(b.cast(a.schema)))
-    except (KeyError, ValueError, OSError, pa.ArrowException):
+    if not other.exists():
         return False
+    if mine.is_file() and filecmp.cmp(mine, other, shallow=False):  # NaN is not equal to NaN
+        return True
+    tables = (pq.read_table(path) for path in (mine, other))
+    a, b = (t.select([n for n in t.schema.names if not n.endswith("_size")]) for t in tables)
+    return bool(a.equals(b))

@@ -86,24 +86,9 @@ def clip_sentence(fields: Sequence[FieldStatistics], clip: str | None) -> str:
             f"{name} was inactive in this run (no row reached its bound); the result comes from "
             "the hyperparameters."
         )
-    sentence = f"The clip shortened {_shares(whole)}"
-    if len(clipped) > 1:
-        most = max(clipped, key=lambda field: field.all.share_of_rows_clipped or 0.0)
-        touched = sum(field.all.clipped_rows > 0 for field in clipped)
-        sentence += f", in {touched} of {len(clipped)} clipped fields; most in {most.table}/"
-        sentence += f"{most.field}, {_shares(most.all)}"
-    return f"{sentence}."
-
-
-def _shares(of: RowStatistics) -> str:
-    rows, occurrences = of.clipped_rows / of.rows, of.clipped_occurrences / of.occurrences
-    return f"{percent(rows)} of the rows ({percent(occurrences)} of the occurrences)"
-
-
-def percent(share: float) -> str:
-    """Two digits; never "0 %" of what is there, nor "100 %" of what is not all."""
-    if 0 < share < 1e-5:
-        return "less than 0.001 %"
-    if 0.995 <= share < 1:
-        return "more than 99 %"
-    return f"{100 * share:.2g} %" if share < 0.095 else f"{100 * share:.0f} %"
+    touched = sum(field.all.clipped_rows > 0 for field in clipped)
+    return (
+        f"The clip shortened {100 * whole.clipped_rows / whole.rows:.3g} % of the rows "
+        f"({100 * whole.clipped_occurrences / whole.occurrences:.3g} % of the occurrences), in "
+        f"{touched} of {len(clipped)} clipped fields."
+    )

@@ -24,12 +24,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ONCE = 2.0  # seconds in which a rank's second signal is the launcher's, of what it was sent itself
 
 
-def check_minutes(max_minutes: float | None) -> None:
-    """Refuse a time that is not positive, or infinite."""
-    if max_minutes is not None and not 0 < max_minutes < math.inf:
-        raise UserError(f"max_minutes must be positive. Received: {max_minutes}. Correct it")
-
-
 class Stopping:
     """Whether the run is to stop, and why; a context manager that listens for signals.
 
@@ -46,6 +40,8 @@ class Stopping:
     """
 
     def __init__(self, max_minutes: float | None = None, *, several: bool = False) -> None:
+        if max_minutes is not None and not 0 < max_minutes < math.inf:
+            raise UserError(f"max_minutes must be positive. Received: {max_minutes}. Correct it")
         self._heard: int | None = None  # the first signal
         self._heard_at = -math.inf
         self._several, self._calls = several, 0

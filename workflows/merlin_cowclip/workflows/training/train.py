@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import math
 import os
 import shutil
-import signal
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
-from merlin_cowclip.workflows.errors import AgreedError, NotFiniteError, Notice, Stopped, UserError
+from merlin_cowclip.workflows.errors import NotFiniteError, Notice, UserError, clipped
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,
     refuse_existing,
@@ -38,18 +38,20 @@ from merlin_cowclip.workflows.training.ranks import (
     is_first,
     said_by_all,
 )
-from merlin_cowclip.workflows.training.resuming import read_config, reopened, warn_of_changes
 from merlin_cowclip.workflows.training.runs import (
     CHECKPOINTS,
+    COLUMNS,
     CONFIG,
     FORMAT_VERSION,
     RESULT,
     SCHEMA,
     Run,
+    config_in,
     described,
     how_to_resume,
+    read_config,
 )
-from merlin_cowclip.workflows.training.stopping import Stopping, check_minutes
+from merlin_cowclip.workflows.training.stopping import Stopping
 
 with quiet_imports():
     from distributed.system import MEMORY_LIMIT
@@ -64,7 +66,6 @@ with quiet_imports():
     from merlin_cowclip.workflows.training.trainer import Trainer
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_TABLES = ("embeddings", "linear")  # of our networks, by layer
 
 
 def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
@@ -85,12 +86,6 @@ def check_trainable(
             f"patience needs a test part, whose AUC it follows. Received: {data.path}, without "
             "one. Leave it out, or name data that has one"
         )
-    for name in config.clip_tables or ():
-        if name not in (*data.spec.ids, *_TABLES):
-            raise UserError(
-                f"clip_tables must name fields of the data, {', '.join(data.spec.ids)}, or tables, "
-                f"{', '.join(_TABLES)}. Received: {name!r}"
-            )
     ranks = here()
     loader = Loader(
         data,
@@ -153,7 +148,7 @@ def train(
     """
     out = Path(out)
     with agreed():
-        check_minutes(max_minutes)
+        stopping = Stopping(max_minutes, several=here().size > 1)
         loader = check(data, config, out)
         record = described(data, config, keeping or Keeping())
         if jobs > 1:
@@ -169,7 +164,7 @@ def train(
                 shutil.copyfile(data.path / SCHEMA, folder / SCHEMA)
                 write_json(folder / CONFIG, record)
     with _held(out), _left_behind(out, new=True), as_user_errors(data, out):
-        return _train(config, loader, out, record, max_minutes, progress)
+        return _train(config, loader, out, record, stopping, progress)
 
 
 def check_warm_start(
@@ -230,17 +225,95 @@ def resume(
     """
     path = Path(run)
     with agreed():
-        check_minutes(max_minutes)
+        stopping = Stopping(max_minutes, several=here().size > 1)
         mine = read_config(path) if is_first() else None
     before = said_by_all(mine)[0]
     with _held(path), in_precision(before["precision"]):
         with agreed():
-            config, opened, record = reopened(before, path, data, epochs, jobs)
+            config, opened, record = _reopened(before, path, data, epochs, jobs)
             loader = check_trainable(opened, config, before.get("drop_last"))
         check_alike(record)
-        warn_of_changes(before, record)
+        _warn_of_changes(before, record)
         with _left_behind(path), as_user_errors(opened, path):
-            return _train(config, loader, path, record, max_minutes, progress)
+            return _train(config, loader, path, record, stopping, progress)
+
+
+def _reopened(
+    before: Mapping[str, Any], run: Path, moved: str | Path | None, epochs: int | None, jobs: int
+) -> tuple[TrainConfig, PreparedData, dict[str, Any]]:
+    """What a run trains from now on, on its data where they are now; and its new `config.json`.
+
+    Args:
+      before: its `config.json`.
+      run: the folder.
+      moved: where the data are, if they have moved.
+      epochs: how many to train; `None`: as before.
+      jobs: as of `train`.
+    """
+    was = config_in(before)
+    config = with_epochs(was, epochs, run)
+    if (run / RESULT).exists() and config == was:
+        raise UserError(
+            f"a run to resume must not be finished. Received: {run}, which has all of its "
+            f"{was.epochs} epochs. Raise them: {how_to_resume(run)} --epochs N"
+        )
+    path = Path(before["data"] if moved is None else moved)
+    if not os.path.isdir(path):
+        raise UserError(
+            f"the data of a run must be there. Received: {path}, which is no folder. If it was "
+            f"moved, name its place: {how_to_resume(run, moved=True)}"
+        )
+    data, dropped = PreparedData.open(path), before.get("drop_last", False)
+    now = described(data, config, Keeping(**before["keeping"]), drop_last=dropped)
+    for key in ("data_sha256", "cardinalities", *COLUMNS):  # adopted parquet: its columns' meaning
+        if before[key] != now[key]:
+            raise UserError(
+                f"the data of a run must be what it was when it began. Received: {path}, with "
+                f"{key} {clipped(repr(now[key]))} instead of {clipped(repr(before[key]))}. Put the "
+                "data back, or train another run"
+            )
+    left = data.rows["train"] % config.batch_size
+    if here().size > 1 and left and not dropped:
+        raise UserError(
+            "a run of one process resumes on several ranks if its batches are equal. "
+            f"Received: {run}, whose epochs end with a batch of {left:,} of {config.batch_size:,} "
+            "rows. Resume in one process"
+        )
+    now |= {"warm_start": before["warm_start"]} if "warm_start" in before else {}
+    most = max(jobs, before.get("jobs", 1))
+    return config, data, now | ({"jobs": most} if most > 1 else {})
+
+
+def with_epochs(config: TrainConfig, epochs: int | None, run: Path) -> TrainConfig:
+    """The configuration with more epochs; `None`: as it is."""
+    if epochs is None or epochs == config.epochs:
+        return config
+    names = ("dense_schedule", "embedding_schedule")
+    falling = [n for n in names if (getattr(config, n) or {}).get("epochs", 0) is None]
+    if epochs < config.epochs or falling:
+        why = f", and {falling[0]} ends with the last epoch" if falling else ""
+        raise UserError(
+            "epochs of a run can only be raised, and only where no learning rate depends on them. "
+            f"Received: {epochs}, for {config.epochs} in {run / CONFIG}{why}. Leave them out, or "
+            "train another run"
+        )
+    return dataclasses.replace(config, epochs=epochs)
+
+
+def _warn_of_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn of other versions and another machine, with which the last digits may differ."""
+    changes = [
+        f"{name} {now[kind].get(name)} instead of {was}"
+        for kind in ("versions", "machine")
+        for name, was in before[kind].items()
+        if now[kind].get(name) != was
+    ]
+    if changes:
+        warnings.warn(
+            f"the run resumes, but the result will not be bit-identical: {', '.join(changes)}",
+            Notice,
+            stacklevel=3,
+        )
 
 
 def _train(
@@ -248,7 +321,7 @@ def _train(
     loader: Loader,
     run: Path,
     record: dict[str, Any],
-    max_minutes: float | None,
+    stopping: Stopping,
     progress: bool,
 ) -> Run:
     """From the last checkpoint, or the beginning, to the result; see `Trainer.restore_last`."""
@@ -261,7 +334,6 @@ def _train(
     tf.keras.backend.clear_session()
     set_seeds(config.seed, deterministic=config.deterministic)
     data, keeping = loader.data, Keeping(**record["keeping"])
-    stopping = Stopping(max_minutes, several=loader.ranks > 1)
     test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
     options: dict[str, Any] = {"run": run, "keeping": keeping, "show": progress}
     with agreed():
@@ -303,25 +375,19 @@ def _train(
 
 @contextlib.contextmanager
 def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
-    """What ends a run says from where it can go on; one that began now and cannot is removed."""
+    """An error says how to resume the run; a new one without a checkpoint is removed."""
     try:
         yield
     except BaseException as error:
-        steps = Checkpoints(run / CHECKPOINTS).steps()
-        why = error.__cause__ if isinstance(error, AgreedError) else error
         if not is_first():  # the run is the first rank's
             raise
-        if not steps:
-            if new:
-                remove(run)
-            raise
-        kept = f"The checkpoint after update {steps[-1]:,} is kept"
-        if not isinstance(why, NotFiniteError):
-            kept += f"; resume with: {how_to_resume(run)}"
-        if isinstance(error, UserError):
-            raise type(error)(f"{str(error).rstrip('.')}. {kept}") from error.__cause__
-        if isinstance(error, KeyboardInterrupt) and not isinstance(error, Stopped):
-            raise Stopped(f"interrupted at once. {kept}", signal.SIGINT) from None
+        has_checkpoint = bool(Checkpoints(run / CHECKPOINTS).steps())
+        if new and not has_checkpoint:
+            remove(run)
+        diverged = isinstance(error, NotFiniteError) or isinstance(error.__cause__, NotFiniteError)
+        if isinstance(error, UserError) and has_checkpoint and not diverged:
+            how = f"{str(error).rstrip('.')}. Resume with: {how_to_resume(run)}"
+            raise type(error)(how) from error.__cause__
         raise
 
 
@@ -351,8 +417,6 @@ def as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, tf.errors.OpError) as error:  # shutil.Error has many errors, and no errno
-        if "UserError: " in str(error):  # raised by what TensorFlow calls, for a batch
-            raise UserError(str(error).split("UserError: ")[1].splitlines()[0]) from None
         full = getattr(error, "errno", None) in _FULL
         if full or any(os.strerror(number) in str(error) for number in _FULL):
             raise UserError(

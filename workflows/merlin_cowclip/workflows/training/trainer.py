@@ -23,13 +23,12 @@ from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.evaluation import Predictor
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.logbook import FIELDS, METRICS, NORMS, Logbook, write_csv
 from merlin_cowclip.workflows.training.ranks import agreed, here, mean_over_ranks
-from merlin_cowclip.workflows.training.rebuilding import compile_by, network
+from merlin_cowclip.workflows.training.rebuilding import any_batch, compile_by, network
 from merlin_cowclip.workflows.training.runs import CHECKPOINTS, RESULT, how_to_resume
 from merlin_cowclip.workflows.training.scalars import (
     clip_sentence,
@@ -43,6 +42,32 @@ from merlin_cowclip.workflows.training.watch import Watch
 
 LOG_EVERY = 50  # updates between two points of TensorBoard's curves
 _QUALITY = ("auc", "log_loss", "calibration")
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run is, beside its variables; fit for JSON.
+
+    Attributes:
+      epochs: what was measured after each.
+      seconds: of training in the epoch under way.
+      tables: the rows of its CSV files, by name.
+    """
+
+    epochs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    tables: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def best(self) -> int | None:
+        """The number, from 1, of the epoch with the highest test AUC; the first of equal ones."""
+        measured = [epoch for epoch in self.epochs if epoch["auc"] is not None]
+        return max(measured, key=lambda e: e["auc"])["epoch"] if measured else None
+
+    def is_out_of(self, patience: int | None) -> bool:
+        """Whether so many epochs have passed since the best; never without patience."""
+        best = self.best
+        return patience is not None and best is not None and len(self.epochs) - best >= patience
 
 
 class Trainer:
@@ -84,7 +109,7 @@ class Trainer:
         except ValueError as error:  # of the data's columns, which only the network knows
             raise UserError(str(error)) from None
         self._statistics = self.optimizer.observe()
-        self.model(loader.peek()[0])
+        self.model(any_batch(vars(data.spec)))
         self._variables: StepVariables | None = None
         if config.update != "deferred":
             self._variables = StepVariables(config, self.optimizer, **steps)
