@@ -8,6 +8,7 @@ value most, on average over the data sets:
     python benchmarks/portfolio.py measure RECORD NAME DATA --batch-size 4096   # each data set:
     python benchmarks/portfolio.py measure …         # search; and again: those of the others
     python benchmarks/portfolio.py choose RECORD     # the leave-one-out table, and the portfolio
+    python benchmarks/portfolio.py curve OUT TUNE…   # a picture of how the best AUC of tunes rises
 
 `benchmarks/records/portfolio.json` is the record that we chose by. "Leave one out": chosen by the
 other data sets, without any point that was found on this one.
@@ -35,6 +36,7 @@ from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.study.search_space import Point
 from merlin_cowclip.workflows.study.tune import Trainers, epochs_of
+from merlin_cowclip.workflows.study.tuned import Tuned
 from merlin_cowclip.workflows.training.stopping import Stopping
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -188,8 +190,25 @@ def leave_one_out(record: Mapping[str, Any]) -> str:
     return format_table(("data", "after 1", "after 3", f"after {SIZE}", "best known"), lines)
 
 
+def curve(out: Path, tunes: Sequence[Path]) -> None:
+    """Draw what the best trial so far loses to the best of all, by the time in epochs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for path in tunes:
+        tuned = Tuned.open(path)
+        trials, epoch = tuned.result["trials"], tuned.result["epoch_seconds"]
+        spent = np.cumsum([one["seconds"] for one in trials]) / epoch
+        best = np.maximum.accumulate([one["auc"] or 0.5 for one in trials])
+        axes.step(spent, 100 * (best[-1] - best), where="post", marker="o", label=path.name)
+    axes.set(xlabel="time, in epochs of the same data", ylabel="AUC below the best trial, %")
+    axes.legend()
+    figure.savefig(out)
+
+
 def main() -> None:
-    """One of the three commands."""
+    """One of the four commands."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("logs").add_argument("folder", type=Path)
@@ -202,10 +221,16 @@ def main() -> None:
     one.add_argument("--held-out", type=float, default=0.1)
     one.add_argument("--trials", type=int, default=24)
     commands.add_parser("choose").add_argument("record", type=Path)
+    drawn = commands.add_parser("curve")
+    drawn.add_argument("out", type=Path)
+    drawn.add_argument("tunes", type=Path, nargs="+")
     options = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if options.command == "logs":
         write_logs(options.folder)
+        return
+    if options.command == "curve":
+        curve(options.out, options.tunes)
         return
     record = json.loads(options.record.read_text()) if options.record.exists() else {}
     if options.command == "measure":
