@@ -117,7 +117,7 @@ def test_falling_rates_fall_over_all_epochs():
     """As in the trial, also if fewer epochs were best."""
     config = TuneConfig(batch_size=4096, epochs=7, base={})
     falling = list(config.queue)[len(config.starts)]
-    assert config.queue[falling] == []
+    assert config.queue[falling] == ["sqrt, falling"]
     assert falling == Point(config.rules["sqrt"].hyperparameters, "exact", "falling", 7)
     schedule = {"name": "linear", "to": 0.0, "epochs": 7.0}
     for train in (config.train_config(falling), config.train_config(falling, epochs=3)):

@@ -133,13 +133,7 @@ def _setting(values: Mapping[str, Any], data: PreparedData) -> tuple[Setting, st
 
 
 @click.command(cls=Command, example="report sweep")
-@argument(
-    "out",
-    type=click.Path(exists=True, path_type=Path),
-    nargs=-1,
-    required=True,
-    metavar="SWEEP|RUN...",
-)
+@argument("out", type=PATH, nargs=-1, required=True, metavar="SWEEP|RUN...")
 @option(
     "--price-per-hour",
     type=click.FloatRange(0, min_open=True),
@@ -158,6 +152,8 @@ def report(out: Sequence[Path], **values: Any) -> None:
     For a sweep, writes SWEEP/report.html: each study's table beside the paper's numbers,
     plots, and a verdict. For runs, writes report.html in the current folder.
     """
+    if missing := [path for path in out if not path.exists()]:
+        raise UserError(f"{missing[0]} does not exist. Name a sweep's folder, or runs")
     from merlin_cowclip.workflows.study.report import compare, report
     from merlin_cowclip.workflows.training.runs import CONFIG
 

@@ -116,14 +116,18 @@ def tune(data: Path, out: Path, **values: Any) -> None:
         progress=not values["quiet"],
     )
     print(tuned.tables())
+    size = config.batch_size
     if values["largest_batch"]:
         from merlin_cowclip.workflows.study.largest_batch import largest_batch, largest_batch_table
 
         progress = not values["quiet"]
         rows = largest_batch(opened, tuned, seeds=values["seeds"], progress=progress)
         print(f"\n{largest_batch_table(rows)}")
+        found = next(row for row in rows if row["is_largest"])
+        out, size = Path(found["folder"]), found["batch_size"]
     places = shlex.quote(str(data)), shlex.quote(str(out))
-    print(f"\nmerlin-cowclip train {places[0]} --tuned {places[1]} --out RUN")
+    train = f"merlin-cowclip train {places[0]} --tuned {places[1]} --out RUN"
+    print(f"\nAt batch size {size:,}: {train}")
 
 
 def tune_config(

@@ -135,7 +135,8 @@ class TuneConfig:
         if self.rules:
             portfolio = portfolio[:_WITH_RULES]
         if "sqrt" in self.rules:
-            queue.setdefault(dataclasses.replace(self.rules["sqrt"], rates="falling"), [])
+            falling = dataclasses.replace(self.rules["sqrt"], rates="falling")
+            queue.setdefault(falling, ["sqrt, falling"])
         for point in portfolio:
             queue.setdefault(point, [])
         return queue

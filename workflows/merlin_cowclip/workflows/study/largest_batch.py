@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from typing import Any
 
 from merlin_cowclip.plugins._text import format_table
@@ -31,8 +32,9 @@ def largest_batch(
 
     Returns:
       By batch size, rising: `batch_size`, `steps` per epoch, `mean` and `deviation` of the AUC on
-      the held-out rows over `seeds` seeds, `searched` (whether again), and `is_largest`: of the
-      largest size within `TOLERANCE` of the best. Also in `largest.json`.
+      the held-out rows over `seeds`, `loss` and `loss_deviation` to the best size with the same
+      seeds, `values` (the rule, or "search"), `folder` (its tune), and `is_largest`: of the largest
+      size within `TOLERANCE` of the best. Also in `largest.json`.
     """
     searched = TuneConfig.from_dict(tuned.record["config"])
     found = {searched.batch_size: tuned}
@@ -43,10 +45,10 @@ def largest_batch(
         for size in (round(searched.batch_size * factor) for factor in _FACTORS)
     }
 
-    def search(size: int, trials: int) -> None:
+    def search(size: int, trials: int, why: str = "") -> None:
         config = configs[size]
         if progress:
-            print(f"\nBatch size {size:,}", flush=True)
+            print(f"\nBatch size {size:,}{why}", flush=True)
         found[size] = tune(
             data,
             config,
@@ -64,14 +66,17 @@ def largest_batch(
         search(size, 0)
     again = [size for size in losing() if size in configs]
     for size in again:
-        search(size, _SEARCHED_AGAIN)
+        search(size, _SEARCHED_AGAIN, f" loses more than {TOLERANCE:.2%}: more trials")
+    best = max(found.values(), key=_mean)
     largest = max(found.keys() - losing())
     rows = [
         {
             "batch_size": size,
-            "steps": one.result["rows"]["train"] // size,
+            "steps": -(-one.result["rows"]["train"] // size),
             **{key: one.result["table"][0][key] for key in ("mean", "deviation", "seeds")},
-            "searched": size in again or one is tuned,
+            **_loss(one, best),
+            "values": ", ".join(one.result["table"][0]["rules"]) or "search",
+            "folder": str(one.path),
             "is_largest": size == largest,
         }
         for size, one in sorted(found.items())
@@ -85,17 +90,30 @@ def _mean(tuned: Tuned) -> float:
     return float(tuned.result["table"][0]["mean"] or 0.0)
 
 
+def _loss(tuned: Tuned, best: Tuned) -> dict[str, float | None]:
+    """What a size's best point loses to another's, with the same seeds."""
+    (own, others) = (one.result["table"][0]["aucs"] for one in (tuned, best))
+    if len(own) != len(others):  # one of them diverged
+        return {"loss": None, "loss_deviation": None}
+    differences = [theirs - mine for mine, theirs in zip(own, others, strict=True)]
+    deviation = statistics.stdev(differences) if len(differences) > 1 else None
+    return {"loss": statistics.fmean(differences), "loss_deviation": deviation}
+
+
 def largest_batch_table(rows: list[dict[str, Any]]) -> str:
     """What `largest_batch` returned, for a person to read."""
-    header = ("batch size", "steps/epoch", "held-out AUC", "±", "seeds", "values")
+    header = ("batch size", "steps/epoch", "held-out AUC", "±", "loss", "±", "seeds", "values")
     cells = [
         (
             f"{row['batch_size']:,}",
             f"{row['steps']:,}",
             f"{row['mean'] or 0:.5f}",
-            f"{row['deviation'] or 0:.5f}",
+            *(
+                "" if row[key] is None else f"{row[key]:.5f}"
+                for key in ("deviation", "loss", "loss_deviation")
+            ),
             str(len(row["seeds"])),
-            "searched" if row["searched"] else "scaled",
+            row["values"],
         )
         for row in rows
     ]

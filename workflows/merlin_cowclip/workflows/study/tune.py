@@ -150,7 +150,7 @@ def tune(
                 except KeyboardInterrupt:
                     raise Stopped(
                         f"interrupted; {len(tuning.tried())} trials that have ended are kept. "
-                        f"Resume with: {how_to_resume(out, data.path)}",
+                        f"Resume with: {command or how_to_resume(out, data.path)}",
                         stopping.number or signal.SIGINT,
                     ) from None
         tuning.write(command)
@@ -372,12 +372,12 @@ class _Tuning:
                 why = str(error)
         return epochs, why
 
-    @staticmethod
-    def _why_end(trial: optuna.Trial, config: TrainConfig, epochs: list[Epoch]) -> str | None:
+    def _why_end(self, trial: optuna.Trial, config: TrainConfig, epochs: list[Epoch]) -> str | None:
         """Why a trial ends after its last epoch so far; `None`: it continues."""
         aucs = [epoch["auc"] for epoch in epochs]
         trial.report(aucs[-1], len(aucs))
-        if not trial.user_attrs.get("rules") and trial.should_prune():  # a rule's never is
+        is_first = self.config.space.point(trial.params) in self.config.queue  # which never is
+        if not is_first and trial.should_prune():
             return _PRUNED
         is_over = _best(aucs) < len(aucs) < config.epochs
         return "no better than before" if is_over else None
@@ -400,6 +400,13 @@ class _Tuning:
                 f"{self.tried()[-1]['why']}"
             )
         wanted = [(number, seed) for number in finalists for seed in self.seeds]
+        if self.show:
+            minutes = len(self.seeds) * sum(map(_seconds_again, finalists.values())) / 60
+            print(
+                f"Training {len(finalists)} of them again from {len(self.seeds)} other seeds, "
+                f"about {minutes:.1f} minutes",
+                flush=True,
+            )
         while True:
             known = self.study.user_attrs
             left = [one for one in wanted if _repeat(*one) not in known]
