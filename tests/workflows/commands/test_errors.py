@@ -113,7 +113,7 @@ REFUSED = {
     f"{SWEEP.replace('curves', 'time')} 32 --epochs 5": "time is of one epoch … epochs=5",
     f"{SWEEP.replace('curves', 'networks')} 32 --model fm": "networks trains deepfm, … --model",
     "sweep curves DATA --out EMPTY --batch-sizes 32": "must not exist, or be of a sweep … EMPTY",
-    "report NOWHERE": "Path 'NOWHERE' does not exist",
+    "report NOWHERE": "NOWHERE does not exist … Name a sweep",
     "report DATA --price-per-hour 0": "'--price-per-hour': 0.0 is not in the range",
     "report EMPTY": "a report is of a sweep's folder … Make one with 'merlin-cowclip sweep'",
     # evaluate, predict, export

@@ -254,6 +254,36 @@ def _begin(
         write_json(folder / RECORD, record_of(data, config, precision))
 
 
+class _Sampler(optuna.samplers.BaseSampler):
+    """TPE, anew for each trial, of the seed and the trial's number.
+
+    So a tune in two parts is one, and processes that share a tune do not propose the same.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def infer_relative_search_space(self, study: Any, trial: Any) -> Any:
+        """The first that a study asks of a trial."""
+        drawn = np.random.default_rng([self._seed, trial.number])
+        self._of_trial = optuna.samplers.TPESampler(
+            n_startup_trials=_STARTUP,
+            multivariate=True,
+            group=True,
+            constant_liar=True,
+            seed=int(drawn.integers(2**32)),
+        )
+        return self._of_trial.infer_relative_search_space(study, trial)
+
+    def sample_relative(self, study: Any, trial: Any, search_space: Any) -> Any:
+        """TPE's."""
+        return self._of_trial.sample_relative(study, trial, search_space)
+
+    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
+        """TPE's."""
+        return self._of_trial.sample_independent(study, trial, name, distribution)
+
+
 @dataclass
 class _Tuning:
     """A tune on its way, in one of the processes that share it; `end` is when the budget is."""
@@ -271,7 +301,9 @@ class _Tuning:
         self.rows = PreparedData.open(self.out / ROWS)
         pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=0)
         storage = _storage(self.out)
-        self.study = optuna.load_study(study_name="tune", storage=storage, pruner=pruner)
+        self.study = optuna.load_study(
+            study_name="tune", storage=storage, pruner=pruner, sampler=_Sampler(self.config.seed)
+        )
         self.trainers = Trainers(self.rows)
 
     def tried(self) -> list[dict[str, Any]]:
@@ -309,16 +341,6 @@ class _Tuning:
             if ended + states.count(TrialState.RUNNING) >= self.trials:
                 self._wait()
                 continue
-            # Of the seed and the trials so far: a tune in two parts is one, and processes that
-            # share a tune do not propose the same.
-            drawn = np.random.default_rng([self.config.seed, len(states)])
-            self.study.sampler = optuna.samplers.TPESampler(
-                n_startup_trials=_STARTUP,
-                multivariate=True,
-                group=True,
-                constant_liar=True,
-                seed=int(drawn.integers(2**32)),
-            )
             self.study.optimize(self._try, n_trials=1, callbacks=[self._tell])
 
     def _has_time_for_a_trial(self) -> bool:
