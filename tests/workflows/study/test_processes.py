@@ -43,7 +43,7 @@ def test_killed_stopped_and_resumed(interpreter, data, tmp_path):
     # Options that are left out are taken from the folder.
     done = start(interpreter, tmp_path, "3@SIGTERM", *command, "--seeds", 1, *TRIALS).end()
     assert done.returncode == 143, done.stderr
-    assert "trials that have ended are kept. Resume with: merlin-cowclip tune" in done.stderr
+    assert "trials that have ended are kept. Resume with: merlin-cowclip" in done.stderr
     done = start(interpreter, tmp_path, "", *command, "--seeds", 1, "--quiet", *TRIALS).end()
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
