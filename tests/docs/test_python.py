@@ -52,6 +52,7 @@ import merlin.io
 train = merlin.io.Dataset("data/train/*.parquet", engine="parquet", schema=schema)
 """,
     "start": MODEL,
+    "coming-from": MODEL,
     "optimizer": MODEL + OPTIMIZER,
     "data": MODEL + OPTIMIZER,
     "models": MODEL

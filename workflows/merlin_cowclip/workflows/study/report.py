@@ -352,13 +352,12 @@ def _runs(opened: Mapping[str, Run], home: Path) -> Table:
                 run.config["rule"],
                 f"{size:,}",
                 *(q.shown(run.result[q.key]) for q in quantities),
-                f"{AUC.shown(best['auc'])} ({best['epoch']})",
+                f"{AUC.shown(best['auc'])} ({best['epoch']} of {len(epochs)})",
                 f"{-(-run.config['rows']['train'] // size):,}",
-                str(len(epochs)),
             ]
         )
     header = ["run", "rule", "batch size", *(q.name for q in quantities), "best epoch"]
-    return Table([*header, "steps/epoch", "epochs"], rows)
+    return Table([*header, "steps/epoch"], rows)
 
 
 def _differences(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
