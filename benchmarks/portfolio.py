@@ -220,7 +220,9 @@ def main() -> None:
     one.add_argument("--epochs", type=int, default=6)
     one.add_argument("--held-out", type=float, default=0.1)
     one.add_argument("--trials", type=int, default=24)
-    commands.add_parser("choose").add_argument("record", type=Path)
+    chosen = commands.add_parser("choose")
+    chosen.add_argument("record", type=Path)
+    chosen.add_argument("--without", help="print a portfolio chosen without this data set alone")
     drawn = commands.add_parser("curve")
     drawn.add_argument("out", type=Path)
     drawn.add_argument("tunes", type=Path, nargs="+")
@@ -237,10 +239,13 @@ def main() -> None:
         measure(record, options.name, options.data, options)
         options.record.write_text(json.dumps(record, indent=1) + "\n")
         return
-    print(leave_one_out(record))
     points, loss = losses(record)
-    chosen = choose(loss, np.full(len(points), True))
-    print(json.dumps([described(*points[number]) for number in chosen], indent=1))
+    allowed = np.array([name != options.without for name, _ in points])
+    kept = [name != options.without for name in record]
+    if options.without is None:
+        print(leave_one_out(record))
+    best = choose(loss[kept], allowed)
+    print(json.dumps([described(*points[number]) for number in best], indent=1))
 
 
 def described(found_on: str, point: Point) -> dict[str, Any]:

@@ -102,9 +102,10 @@ def tune(data: Path, out: Path, **values: Any) -> None:
     config, source = tune_config(out, values, opened)
     from merlin_cowclip.workflows.study.tune import tune
 
-    if not values["quiet"]:
-        none = "none, so the search starts from settings that were best on other data"
-        print(f"Base: {source or none}", flush=True)
+    if config.base is None:
+        source = "none, so the search starts from settings that were best on other data"
+    if source and not values["quiet"]:
+        print(f"Base: {source}", flush=True)
     tuned = tune(
         opened,
         config,

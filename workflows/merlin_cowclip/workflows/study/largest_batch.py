@@ -28,7 +28,17 @@ def largest_batch(
 
     The values are scaled by √-scaling and left as they are. Where both lose more than `TOLERANCE`
     to the best of all sizes, values are searched again there. Each size is a tune in a folder of
-    the tune's own (`batch-16384`), so that a second call resumes the first.
+    the tune's own (`batch-16384`), so that a second call resumes the first. Sizes that exceed the
+    training rows are left out.
+
+    Args:
+      data: what was tuned on.
+      tuned: a search that has ended.
+      seeds: how often the best are trained again.
+      progress: whether to show bars and a line per trial.
+
+    Raises:
+      Stopped, UserError: as `tune`.
 
     Returns:
       By batch size, rising: `batch_size`, `steps` per epoch, `mean` and `deviation` of the AUC on
@@ -37,12 +47,13 @@ def largest_batch(
       size within `TOLERANCE` of the best. Also in `largest.json`.
     """
     searched = TuneConfig.from_dict(tuned.record["config"])
-    found = {searched.batch_size: tuned}
+    found, rows_there = {searched.batch_size: tuned}, tuned.result["rows"]["train"]
     configs = {
         size: dataclasses.replace(
             searched, batch_size=size, base=tuned.train_config(), try_rules=_RULES
         )
         for size in (round(searched.batch_size * factor) for factor in _FACTORS)
+        if 1 <= size <= rows_there
     }
 
     def search(size: int, trials: int, why: str = "") -> None:
@@ -72,7 +83,7 @@ def largest_batch(
     rows = [
         {
             "batch_size": size,
-            "steps": -(-one.result["rows"]["train"] // size),
+            "steps": -(-rows_there // size),
             **{key: one.result["table"][0][key] for key in ("mean", "deviation", "seeds")},
             **_loss(one, best),
             "values": ", ".join(one.result["table"][0]["rules"]) or "search",

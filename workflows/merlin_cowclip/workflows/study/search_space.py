@@ -70,7 +70,7 @@ class SearchSpace:
 
     All numbers but the warm-up's are searched logarithmically. λ and ζ may be 0, for which a tenth
     below their least value stands. r and ζ are parameters of points with a clip alone. Ranges grow
-    to hold the starting points; `epochs` is the most of all.
+    to hold the starting points. `epochs` is the upper end of `Point.max_epochs`.
 
     Raises:
       ValueError: a starting point cannot be searched: another clip than CowClip's, a σ of 0,
