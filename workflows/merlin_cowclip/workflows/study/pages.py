@@ -6,33 +6,24 @@ import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from merlin_cowclip.workflows.errors import UserError
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A cell of a table.
-
-    Attributes:
-      text: the first line.
-      small: the second line.
-      links: addresses of runs: of one, which the text links to, or of several, in the second line.
-      kind: its CSS class: "paper" for a number that is not ours.
-    """
+class Cell(NamedTuple):
+    """A cell of a table: its text, a second line, and addresses of the runs that it is of."""
 
     text: str
     small: str = ""
     links: Sequence[str] = ()
-    kind: str = ""
+    kind: str = ""  # its CSS class: "paper" for a number that is not ours
 
 
 Row = Sequence[str | Cell]
 
 
-@dataclass
-class Table:
+class Table(NamedTuple):
     """A table: its header and its rows."""
 
     header: Row
@@ -42,29 +33,18 @@ class Table:
 
 @dataclass
 class Section:
-    """What a page says on one question.
+    """What a page says on one question."""
 
-    Attributes:
-      name: its anchor.
-      title: the question.
-      paper: where the paper asks it.
-      runs: how many have ended.
-      verdict: the answer.
-      doubt: why there is no answer.
-      plots: title and SVG of each.
-      command: what prints the numbers again.
-    """
-
-    name: str
+    name: str  # its anchor
     title: str
-    paper: str = ""
-    runs: str = ""
+    paper: str = ""  # where the paper asks it
+    runs: str = ""  # how many have ended
     verdict: str = ""
-    doubt: str = ""
+    doubt: str = ""  # why there is no verdict
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    plots: list[tuple[str, str]] = field(default_factory=list)
-    command: str = ""
+    plots: list[tuple[str, str]] = field(default_factory=list)  # title and SVG
+    command: str = ""  # what prints the numbers again
 
 
 def write_page(
@@ -74,10 +54,10 @@ def write_page(
     configs: Iterable[Mapping[str, Any]],
     headline: str = "",
 ) -> Path:
-    """Write a page so that a reader sees either the last one or this one.
+    """Write a page so that a reader sees either the last one or this one; returns its path.
 
     Args:
-      path: the file, which is returned.
+      path: the file.
       title: of the page.
       sections: with a summary of them first, where there is no headline.
       configs: `config.json` of the runs, for a list of data, versions and machines.
