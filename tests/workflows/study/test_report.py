@@ -152,7 +152,7 @@ def test_every_number_leads_to_its_result(out, page):
 
 def test_norms_are_those_of_figure_4(out):
     found = sweep.outcomes(out, "gradients")
-    drawn = dict(plots._norms([(o.cell, out / "runs" / o.runs[1]) for o in found]))
+    drawn = dict(plots._norms([(o.cell, o.runs[1]) for o in found]))
     assert len(drawn) == 2 * len(found)
     # Of the last epoch alone, in % of rare and frequent rows together.
     assert drawn["cowclip, 8,192, rare"] == [(0.25, 30.0, 0.0), (0.5, 10.0, 0.0)]

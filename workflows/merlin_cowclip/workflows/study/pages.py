@@ -83,22 +83,20 @@ def write_page(
 
 def _facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """The date, and what the runs are of; where they differ, all of it."""
-    found: dict[str, dict[str, None]] = {}
+    found: dict[str, list[str]] = {"date": [f"{datetime.datetime.now():%Y-%m-%d %H:%M}"]}
     for config in configs:
         rows, machine = config["rows"], config["machine"]
         gpus = ", ".join(machine.get("gpus", ())) or "none"
+        cpu = f"{machine.get('processor') or machine['platform']}, {machine['cpus']} CPUs"
         mlp = ",".join(map(str, config.get("mlp") or ()))
-        now = {
+        for key, value in {
             "data": f"{config['dataset']}, {config['data']}",
             "rows": f"{rows['train']:,} for training, {rows['test']:,} for testing",
             "embedding rows": f"{config['table_rows']:,} in {len(config['cardinalities'])} fields",
             "network": f"{config['model']}{mlp and f', MLP {mlp}'}",
             "epochs": str(config.get("epochs", "")),
-            "machine": f"{machine.get('processor') or machine['platform']}, "
-            f"{machine['cpus']} CPUs, GPUs: {gpus}",
+            "machine": f"{cpu}, GPUs: {gpus}",
             "versions": ", ".join(f"{name} {of}" for name, of in config["versions"].items()),
-        }
-        for key, value in now.items():
-            found.setdefault(key, {})[value] = None
-    today = f"{datetime.datetime.now():%Y-%m-%d %H:%M}"
-    return {"date": today, **{key: "; ".join(values) for key, values in found.items()}}
+        }.items():
+            found.setdefault(key, []).append(value)
+    return {key: "; ".join(dict.fromkeys(values)) for key, values in found.items()}

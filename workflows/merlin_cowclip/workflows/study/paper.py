@@ -19,18 +19,18 @@ _ROWS = {"criteo": 45_840_617, "avazu": 40_428_967}  # of the full data sets
 _BASE = 1024  # of the column "baseline"
 
 
-def is_of_the_paper(data: Mapping[str, Any]) -> bool:
-    """Whether these are all of Criteo or Avazu: 99 % of the rows at least."""
-    return sum(data["rows"].values()) >= 0.99 * _ROWS.get(data["dataset"], float("inf"))
+def is_of_the_paper(record: Mapping[str, Any]) -> bool:
+    """Whether a sweep is on all of Criteo or Avazu: 99 % of the rows at least."""
+    return sum(record["rows"].values()) >= 0.99 * _ROWS.get(record["dataset"], float("inf"))
 
 
 def printed(
-    study: str, data: Mapping[str, Any], quantity: Quantity, base: int
+    study: str, record: Mapping[str, Any], quantity: Quantity
 ) -> dict[tuple[str, str], str]:
-    """(row, column of our table) → the paper's number, for the paper's data (`sweep.json`)."""
+    """(row, column of our table) → the paper's number, if a sweep is on the paper's data."""
     tables = json.loads(Path(__file__).with_name("paper_tables.json").read_text("utf-8"))
-    table = tables.get(study, {}).get(data["dataset"])
-    if table is None or not is_of_the_paper(data):
+    table = tables.get(study, {}).get(record["dataset"])
+    if table is None or not is_of_the_paper(record):
         return {}
     key = "minutes" if quantity is MINUTES else quantity.key
     return {
@@ -39,5 +39,5 @@ def printed(
         )
         for row, values in table["rows"].items()
         for size, value in zip(table["sizes"], values.get(key, ()), strict=False)
-        if size != "baseline" or base == _BASE
+        if size != "baseline" or record["batch_sizes"][0] == _BASE
     }

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from merlin_cowclip.workflows.study.studies import AUC, MINUTES, TUNED, Cell, Quantity, Study
-from merlin_cowclip.workflows.study.sweep import RUNS, Outcome
+from merlin_cowclip.workflows.study.sweep import Outcome
 from merlin_cowclip.workflows.training.logbook import METRICS, NORMS
 
 Line = Sequence[tuple[float, float, float]]
@@ -109,11 +109,11 @@ def points(rows: pd.DataFrame, x: str, y: str, factor: float = 1.0) -> Line:
     return [(float(a), factor * float(b), 0.0) for a, b in zip(rows[x], rows[y], strict=True)]
 
 
-def plots(out: Path, study: Study, found: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
-    """Title and SVG of each plot of a study in a sweep's folder; `found`: the runs so far."""
+def plots(study: Study, found: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
+    """Title and SVG of each plot of a study."""
     for quantity in study.quantities:
         yield from _of_cells(study, found, quantity)
-    first = [(o.cell, out / RUNS / o.runs[seed]) for o in found for seed in [*o.finished][:1]]
+    first = [(o.cell, o.runs[seed]) for o in found for seed in [*o.finished][:1]]
     metrics = [(cell, pd.read_csv(run / METRICS)) for cell, run in first]
     if metrics and study.name == "curves":
         for key, title in _CURVES.items():

@@ -27,7 +27,6 @@ from merlin_cowclip.workflows.study.studies import (
     plural,
 )
 from merlin_cowclip.workflows.study.sweep import (
-    DIVERGED,
     RECORD,
     RUNS,
     STUDIES_,
@@ -37,6 +36,7 @@ from merlin_cowclip.workflows.study.sweep import (
     read_json,
     read_record,
 )
+from merlin_cowclip.workflows.study.workers import DIVERGED
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.logbook import METRICS
 from merlin_cowclip.workflows.training.runs import RESULT, Run
@@ -82,15 +82,15 @@ def report(
     for study in STUDIES.values():
         if not (out / STUDIES_ / f"{study.name}.json").exists():
             continue
-        record = read_record(out, study.name)
+        record = {**data, **read_record(out, study.name)}
         found = outcomes(out, study.name, record)
         configs += [result["config"] for o in found for result in o.finished.values()]
         if any(outcome.results for outcome in found):
-            section = _section(study, record, found, data)
-            section.plots = list(plots(out, study, found))
+            section = _section(study, record, found)
+            section.plots = list(plots(study, found))
             if study.name == "time":
-                for quantity in _estimates(rows, data["rows"]["train"], price_per_hour):
-                    section.tables.append(_table(study, record, found, quantity, data))
+                estimates = _estimates(rows, data["rows"]["train"], price_per_hour)
+                section.tables += [_table(study, record, found, one) for one in estimates]
                 section.notes.append(_ESTIMATE)
             sections.append(section)
     if not sections:
@@ -100,11 +100,10 @@ def report(
     return write_page(out / HTML, "What a large batch does to these data", sections, configs)
 
 
-def _section(
-    study: Study, record: Mapping[str, Any], found: Sequence[Outcome], data: Mapping[str, Any]
-) -> Section:
-    doubt = _doubt(study, found, data["rows"]["train"])
-    tables = [_table(study, record, found, quantity, data) for quantity in study.quantities]
+def _section(study: Study, record: Mapping[str, Any], found: Sequence[Outcome]) -> Section:
+    """What a study came to; `record` describes it and its data."""
+    doubt = _doubt(study, found, record["rows"]["train"])
+    tables = [_table(study, record, found, quantity) for quantity in study.quantities]
     if study.name in ("scaling-rules", "clipping", "curves"):
         tables += _clips(found, study.rows)
     return Section(
@@ -115,21 +114,17 @@ def _section(
         verdict="" if doubt else " ".join(_verdict(study, found, record["batch_sizes"])),
         doubt=doubt,
         tables=tables,
-        notes=[_base(record), *_notes(found, data)],
+        notes=[_base(record), *_notes(record, found)],
         command=record["command"],
     )
 
 
 def _table(
-    study: Study,
-    record: Mapping[str, Any],
-    found: Sequence[Outcome],
-    quantity: Quantity,
-    data: Mapping[str, Any],
+    study: Study, record: Mapping[str, Any], found: Sequence[Outcome], quantity: Quantity
 ) -> Table:
     """Ours by row and column; the paper's in columns of their own, for its own data."""
     cells, rows, columns = grid(found)
-    theirs = printed(study.name, data, quantity, record["batch_sizes"][0])
+    theirs = printed(study.name, record, quantity)
     of_paper = [c for c in columns if any((row, c) in theirs for row in rows)]
     lines = [
         [
@@ -140,7 +135,7 @@ def _table(
         for row in rows
     ]
     sizes = {o.cell.column: o.cell.config.batch_size for o in found}
-    steps = {column: math.ceil(data["rows"]["train"] / size) for column, size in sizes.items()}
+    steps = {column: math.ceil(record["rows"]["train"] / size) for column, size in sizes.items()}
     header = [
         Cell(quantity.name, small=f"by {study.rows} and batch size"),
         *(Cell(column, small=f"{steps[column]:,} steps/epoch") for column in columns),
@@ -156,10 +151,8 @@ def _cell(outcome: Outcome | None, quantity: Quantity) -> str | Cell:
     shown = outcome.shown(quantity)
     if missing := len(outcome.runs) - len(outcome.results):
         shown += f" ({missing} to come)"
-    links = [
-        f"{RUNS}/{outcome.runs[seed]}/{DIVERGED if result is None else RESULT}"
-        for seed, result in outcome.results.items()
-    ]
+    names = {seed: RESULT if result else DIVERGED for seed, result in outcome.results.items()}
+    links = [f"{RUNS}/{outcome.runs[seed].name}/{name}" for seed, name in names.items()]
     return Cell(shown, links=links)
 
 
@@ -233,16 +226,16 @@ def _base(record: Mapping[str, Any]) -> str:
     )
 
 
-def _notes(found: Sequence[Outcome], data: Mapping[str, Any]) -> Iterator[str]:
+def _notes(record: Mapping[str, Any], found: Sequence[Outcome]) -> Iterator[str]:
     seeds = max(len(outcome.results) for outcome in found)
     if seeds > 1:
         yield f"{seeds} seeds: mean ± sample standard deviation."
     else:
         yield "One seed: a small difference may be chance."
-    if is_of_the_paper(data):
+    if is_of_the_paper(record):
         epochs = found[0].cell.config.epochs
         yield f"The paper: {EPOCHS} epochs on one V100. Here: {plural(epochs, 'epoch')}."
-    elif data["dataset"] in ("criteo", "avazu"):
+    elif record["dataset"] in ("criteo", "avazu"):
         yield "The paper's numbers are for the full data set, so they are not shown here."
 
 
@@ -326,9 +319,10 @@ def _side_by_side(opened: Mapping[str, Run], home: Path) -> Table:
 def _results(run: Run) -> dict[str, str]:
     epochs = run.result["epochs"]
     best = max(epochs, key=lambda epoch: epoch["auc"])
+    highest = f"{AUC.shown(best['auc'])} ({best['epoch']} of {len(epochs)})"
     return {
         **{q.name: q.shown(run.result[q.key]) for q in (AUC, LOG_LOSS, MINUTES)},
-        "highest test AUC, %": f"{AUC.shown(best['auc'])} ({best['epoch']} of {len(epochs)})",
+        "highest test AUC, % (after epoch)": highest,
         "steps/epoch": f"{math.ceil(run.config['rows']['train'] / run.config['batch_size']):,}",
     }
 

@@ -7,6 +7,7 @@ and `OUT/runs/` holds them, each named by its configuration, so that studies sha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import signal
 import statistics
@@ -31,7 +32,7 @@ from merlin_cowclip.workflows.study.studies import (
     Study,
     few_steps,
 )
-from merlin_cowclip.workflows.study.workers import DIVERGED, Task, run_all
+from merlin_cowclip.workflows.study.workers import Task, is_done, run_all
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.one_at_a_time import alone_in
 from merlin_cowclip.workflows.training.runs import RESULT, columns_of, identity_of
@@ -43,14 +44,16 @@ _TOP_IDS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the runs of a cell came to, by seed: their names, and the results of those that ended.
-
-    A run that diverged has `None` as its result.
-    """
+    """What the runs of a cell came to; `runs` are their folders, by seed."""
 
     cell: Cell
-    results: Mapping[int, Mapping[str, Any] | None]
-    runs: Mapping[int, str]
+    runs: Mapping[int, Path]
+
+    @functools.cached_property
+    def results(self) -> dict[int, Mapping[str, Any] | None]:
+        """By seed, of the runs that have ended; a run that diverged has `None`."""
+        ended = {seed: run for seed, run in self.runs.items() if is_done(run)}
+        return {seed: _result(run) for seed, run in ended.items()}
 
     @property
     def finished(self) -> dict[int, Mapping[str, Any]]:
@@ -113,14 +116,14 @@ def sweep(
         for folder in (STUDIES_, RUNS):
             (out / folder).mkdir(exist_ok=True)
         write_json(out / STUDIES_ / f"{study.name}.json", record)
-    tasks: dict[str, Task] = {}
-    for cell in record["cells"]:
-        for seed, name in cell["runs"].items():
-            config = {**cell["config"], "seed": int(seed)}
-            what = f"{cell['row']}, batch {config['batch_size']}, seed {seed}"
-            task = Task(what, out / RUNS / name, places[cell["data"]], config, jobs)
-            tasks.setdefault(name, task)
-    todo = [task for task in tasks.values() if not task.is_done]
+    found = outcomes(out, study.name, record)
+    tasks: dict[Path, Task] = {}
+    for cell, runs in ((outcome.cell, outcome.runs) for outcome in found):
+        for seed, run in runs.items():
+            name = f"{cell.row}, batch {cell.config.batch_size}, seed {seed}"
+            config = {**cell.config.to_dict(), "seed": seed}
+            tasks.setdefault(run, Task(name, run, places[cell.data], config, jobs))
+    todo = [task for task in tasks.values() if not is_done(task.run)]
     done = len(tasks) - len(todo)
     if base:
         say(f"Base: {base}", flush=True)
@@ -136,8 +139,7 @@ def sweep(
             "was in hand is saved. To go on, give the same command again",
             error.number if isinstance(error, Stopped) else signal.SIGINT,
         ) from None
-    # Of this record, not of what another sweep has written meanwhile.
-    return table(study, outcomes(out, study.name, record))
+    return table(study, found)
 
 
 def run_name(config: TrainConfig, data: str) -> str:
@@ -156,20 +158,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def outcomes(out: Path, name: str, record: Mapping[str, Any] | None = None) -> list[Outcome]:
-    """What the runs of a study came to, those that ended, cell by cell."""
+    """The runs of a study, cell by cell; of its last sweep, or of a record like that one's."""
     found = []
-    for cell in (record or read_record(out, name))["cells"]:
-        runs = {int(seed): run for seed, run in cell["runs"].items()}
-        results: dict[int, Mapping[str, Any] | None] = {}
-        for seed, run in runs.items():
-            if (out / RUNS / run / RESULT).exists():
-                results[seed] = read_json(out / RUNS / run / RESULT)
-            elif (out / RUNS / run / DIVERGED).exists():
-                results[seed] = None
-        config = TrainConfig.from_dict(cell["config"])
-        found.append(
-            Outcome(Cell(cell["row"], config, cell["column"], cell["data"]), results, runs)
-        )
+    for of in (record or read_record(out, name))["cells"]:
+        cell = Cell(of["row"], TrainConfig.from_dict(of["config"]), of["column"], of["data"])
+        found.append(Outcome(cell, {int(s): out / RUNS / run for s, run in of["runs"].items()}))
     return found
 
 
@@ -247,8 +240,10 @@ def _record(setting: Setting, cells: Iterable[Cell]) -> dict[str, Any]:
     }
 
 
+def _result(run: Path) -> dict[str, Any] | None:
+    return read_json(run / RESULT) if (run / RESULT).exists() else None
+
+
 def _ended(run: Path) -> str:
-    if not (run / RESULT).exists():
-        return "diverged"
-    result = read_json(run / RESULT)
-    return f"AUC {result['auc']:.4f} ({result['train_seconds']:.0f} s)"
+    result = _result(run)
+    return f"AUC {result['auc']:.4f} ({result['train_seconds']:.0f} s)" if result else "diverged"

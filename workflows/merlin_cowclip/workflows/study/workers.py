@@ -40,10 +40,10 @@ class Task:
     config: dict[str, Any]  # `TrainConfig.to_dict`
     jobs: int = 1
 
-    @property
-    def is_done(self) -> bool:
-        """Whether it ended, with a result or without."""
-        return any((self.run / name).exists() for name in (RESULT, DIVERGED))
+
+def is_done(run: Path) -> bool:
+    """Whether it ended, with a result or without."""
+    return any((run / name).exists() for name in (RESULT, DIVERGED))
 
 
 def run_all(tasks: Sequence[Task], jobs: int) -> Iterator[Task]:
@@ -101,7 +101,7 @@ def _train(task: Task) -> bool:
     """Train a run, or resume it, unless another sweep has; false if it was told to stop."""
     try:
         with _training, alone_with(task.run):
-            if not task.is_done:
+            if not is_done(task.run):
                 _train_or_resume(task)
     except KeyboardInterrupt:
         return False
