@@ -47,7 +47,7 @@ def _size(text: str) -> int:
 
 
 def _list_of(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    return lambda text: [read(one) for one in text.split(",")] if text else []
+    return lambda text: [read(one) for one in text.split(",")]
 
 
 def by_name(text: str, read: Callable[[str], Any] = str) -> dict[str, Any]:
@@ -72,17 +72,17 @@ def _schedule(text: str) -> str | dict[str, Any]:
     return {"name": name, "at": [float(at) for at in pairs], "factors": list(pairs.values())}
 
 
-_COUNTS = _one_or_by_name(int)
+_COUNTS, _INTS = _one_or_by_name(int), _list_of(int)
 SIZE = Value("N", _size, "a whole number, or one of 1,024s as in 128K")
 SIZES = Value("N,…", _list_of(_size), "numbers as in 1K,8K")
-NUMBERS = Value("N,…", _list_of(int), "whole numbers")
+NUMBERS = Value("N,…", _INTS, "whole numbers")
 PERCENTS = Value("P,…", _list_of(float), "numbers")
 COUNTS = Value("N|FIELD=N,…", _COUNTS, "a number, or numbers by field, each once: C3=10,C4=5")
 
 TYPES: Mapping[str, Any] = {
     **{"text": click.STRING, "size": SIZE, "count": click.INT, "seed": click.INT},
     **{"positive": click.FLOAT, "number": click.FLOAT},
-    "units": Value("UNITS,…", _list_of(int), "whole numbers as in 400,400"),
+    "units": Value("UNITS,…", lambda t: _INTS(t) if t else [], "whole numbers as in 400,400"),
     "names": Value("NAME,…", _list_of(str), "names"),
     "combiner": Value("NAME", _one_or_by_name(str), "a name, or FIELD=NAME,… with each field once"),
     "schedule": Value("NAME", _schedule, "a name and numbers, each once: cosine:to=0.1"),

@@ -60,7 +60,7 @@ _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "quiet"}
     "of an uninterrupted run. Only --epochs may be raised; DATA where the data was moved",
 )
 @path("--config", "FILE", "JSON file or run folder with options; those given here override it")
-@path("--tuned", "TUNE", "use the best values of a tune; a --rule scales them to another --batch-size")
+@path("--tuned", "TUNE", "use the best values of a tune, scaled by --rule to another --batch-size")
 @option(
     "--preset",
     type=click.Choice([*_DATASETS, "none"]),
