@@ -21,16 +21,10 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Value(click.ParamType):
-    """A value that a function reads from text.
-
-    Args:
-      name: stands for it in a command's help.
-      read: text → value; raises ValueError.
-      rule: what the text must be.
-    """
+    """A value that `read` makes of a text, or a ValueError where it breaks the rule."""
 
     def __init__(self, name: str, read: Callable[[str], Any], rule: str) -> None:
-        self.name, self._read, self._rule = name, read, rule
+        self.name, self._read, self._rule = name, read, rule  # the name is for help
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """What `read` makes of a text."""
@@ -111,10 +105,8 @@ class Option(click.Option):
 class Command(click.Command):
     """A command that ends in one sentence and an exit code.
 
-    Args:
-      usage: what follows its name in each way to call it; by default arguments, required options.
-      example: a call of it.
-      on_ranks: whether several ranks may share its work.
+    `usage` is what follows its name in each way to call it: by default arguments and required
+    options. With `on_ranks` several ranks may share its work.
     """
 
     def __init__(
@@ -217,11 +209,8 @@ trust_workflow = option(
 def fields(cls: type, *names: str, group: str = "", **shown: str) -> Decorator:
     """Options for fields of a dataclass, all or those named; what is not given is `None`.
 
-    Args:
-      cls: its fields are made by `training.options.option`.
-      names: of fields.
-      group: a heading instead of theirs.
-      shown: by field, its default in words.
+    The fields are made by `training.options.option`; `group` is a heading instead of theirs, and
+    `shown` has the defaults of some in words.
     """
     known = {field.name: field for field in dataclasses.fields(cls)}
 
@@ -249,6 +238,7 @@ def _of_field(field: dataclasses.Field[Any], group: str, shown: str | None) -> D
     return option(f"--{flag}", field.name, shown="" if default is None else str(default), **more)
 
 
-def given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options that were given."""
-    return {name: value for name, value in values.items() if value is not None}
+def given(values: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
+    """Those options that were given, of all or of those named."""
+    names = values if names is None else names
+    return {name: values[name] for name in names if values[name] is not None}

@@ -74,7 +74,7 @@ def sweep(study: str, data: Path, out: Path, **values: Any) -> None:
     if values["tuned"] and study != "scaling-rules":
         raise UserError(f"--tuned is for the study scaling-rules. Received: {study}. Leave it out")
     taken = {option for network in NETWORKS for option in OPTIONS_OF[network]}
-    others = [name for name in given({name: values[name] for name in NETWORK}) if name not in taken]
+    others = [name for name in given(values, NETWORK) if name not in taken]
     if others and study in ("networks", "time"):
         raise UserError(
             f"{study} trains {', '.join(NETWORKS)}. Received: --{others[0].replace('_', '-')}. "
@@ -93,8 +93,7 @@ def sweep(study: str, data: Path, out: Path, **values: Any) -> None:
 
 def _setting(values: Mapping[str, Any], data: PreparedData) -> tuple[Setting, str]:
     """What the options say, and where its base comes from."""
-    options = given({name: values[name] for name in _OPTIONS})
-    numbers = given({name: values[name] for name in VALUES})
+    options, numbers = given(values, _OPTIONS), given(values, VALUES)
     tuned = None if values["base"] is None else found_by(values["base"], data)
     base = K if tuned is None else tuned.batch_size
     sizes = values["batch_sizes"] or batch_sizes(base, data.rows["train"])

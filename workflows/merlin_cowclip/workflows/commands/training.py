@@ -114,7 +114,7 @@ def _begin(values: Mapping[str, Any]) -> Run:
             raise UserError("--keep-optimizer needs --warm-start RUN")
         data = PreparedData.open(values["data"])
         config, source = train_config(values, data)
-        keeping = Keeping(**given({field.name: values[field.name] for field in fields_of(Keeping)}))
+        keeping = Keeping(**given(values, (field.name for field in fields_of(Keeping))))
         from merlin_cowclip.workflows.training.train import check, train
 
         check(data, config, values["out"])
@@ -154,7 +154,7 @@ def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainCo
     An option goes before what a file, a run or a tune says, and these before the paper's values for
     the data.
     """
-    options = given({field.name: values[field.name] for field in fields_of(TrainConfig)})
+    options = given(values, (field.name for field in fields_of(TrainConfig)))
     sources = [name for name in ("tuned", "config", "preset") if values[name] is not None]
     if len(sources) > 1:
         raise UserError(f"--{sources[0]} excludes --{sources[1]}. Leave one out")

@@ -56,15 +56,8 @@ def write_page(
 ) -> Path:
     """Write a page so that a reader sees either the last one or this one; returns its path.
 
-    Args:
-      path: the file.
-      title: of the page.
-      sections: with a summary of them first, where there is no headline.
-      configs: `config.json` of the runs, for a list of data, versions and machines.
-      headline: what to conclude.
-
-    Raises:
-      UserError: it cannot be written.
+    A headline says what to conclude; without one the page begins with a summary of its sections.
+    Data, versions and machines are listed from the `config.json` of the runs.
     """
     from jinja2 import Environment, FileSystemLoader
 

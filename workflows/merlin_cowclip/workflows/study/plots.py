@@ -49,16 +49,10 @@ def line_plot(
     logarithmic_x: bool = False,
     levels: Mapping[str, float] | None = None,
 ) -> str:
-    """Lines with error bars as an SVG element; a rule has the same color everywhere.
+    """Lines with error bars, by their names in the legend, as an SVG element.
 
-    Args:
-      lines: by what the legend calls them.
-      x: what is to the right.
-      y: what is up.
-      powers_of_two: whether x doubles from one point to the next.
-      logarithmic: whether y is.
-      logarithmic_x: whether x is.
-      levels: of y, drawn across by name.
+    A rule has the same color everywhere. `powers_of_two`: x doubles from one point to the next.
+    `logarithmic`: the y axis. `levels` of y are drawn across.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(6, 4), layout="constrained")
