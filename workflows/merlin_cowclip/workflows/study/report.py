@@ -182,6 +182,7 @@ def _verdict(study: Study, found: Sequence[Outcome], sizes: Sequence[int]) -> It
     means = {place: mean for place, o in cells.items() if (mean := o.mean(study.quantity.key))}
     least, most = f"{sizes[0]:,}", f"{sizes[-1]:,}"
     at_most = {row: means[row, most] for row in rows if (row, most) in means}
+    # The rows of the control differ in data.
     if study.quantity is AUC and study.name != "control" and len(at_most) > 1:
         best, worst = (f(at_most, key=at_most.__getitem__) for f in (max, min))
         yield (
