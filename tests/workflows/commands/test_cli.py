@@ -65,7 +65,7 @@ def session(home: Path, run, *options: str) -> dict:
             "evaluate": run("evaluate", "run"),
             "predict": run("predict", "run", "train.txt.gz", "--out", "scores.parquet"),
             "evaluate raw": run("evaluate", "run", "train.txt.gz", "--quiet"),
-            "report": run("report", "run"),
+            "report": run("report", "run", "--out", "page.html"),
         }
 
 
@@ -93,7 +93,7 @@ def test_the_commands_succeed(here):
         assert not noise(one)
     assert done["evaluate"].stderr == ""
     given = {"few.toml", "train.txt.gz", "train.txt.gz.truth.json"}
-    written = {"data", "report.html", "run", "scores.parquet"}
+    written = {"data", "page.html", "run", "scores.parquet"}
     assert {p.name for p in home.iterdir()} - given == written
     assert (home / done["report"].stdout.strip()).is_file()
 

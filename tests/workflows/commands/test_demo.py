@@ -23,7 +23,7 @@ from merlin_cowclip.workflows.training import train as training
 from tests.workflows.study.test_report import Page, as_text
 
 pytestmark = pytest.mark.filterwarnings("ignore:Even though the `tf.config.exp")
-SMALL = tuple(dataclasses.replace(run, batch_size=run.batch_size // 16) for run in RUNS)
+SMALL = tuple(run._replace(batch_size=run.batch_size // 16) for run in RUNS)
 FEW = dataclasses.replace(CRITEO, categorical=("C1", "C2", "C3"), continuous=("I1",))
 
 

@@ -87,6 +87,7 @@ REFUSED = {
     "train DATA --out EMPTY": "output folder must not exist … EMPTY … Name another",
     "train DATA --out FILE/run": "output folder must be in a folder that can be written",
     "train DATA --out run[1]": "without [ and  … TensorFlow … run[1] … Choose another",
+    "train NOWHERE --out OUT": "no folder 'NOWHERE' … that prepare or adopt wrote",
     "train RUN --out OUT": "is not a whole prepared folder: cannot read prepare.json",
     f"{TRAIN} --config NOWHERE": "--config must be a JSON file or a run folder",
     f"{TRAIN} --config EMPTY": "a run to resume must have its configuration",
@@ -113,7 +114,9 @@ REFUSED = {
     f"{SWEEP.replace('curves', 'time')} 32 --epochs 5": "time is of one epoch … epochs=5",
     f"{SWEEP.replace('curves', 'networks')} 32 --model fm": "networks trains deepfm, … --model",
     "sweep curves DATA --out EMPTY --batch-sizes 32": "must not exist, or be of a sweep … EMPTY",
-    "report NOWHERE": "NOWHERE does not exist … Name a sweep",
+    "report NOWHERE": "no folder 'NOWHERE' … Name a sweep",
+    "report RUN --out FILE": "output file must not exist … FILE … Name another",
+    "report DATA --out OUT": "--out is for a page of runs",
     "report DATA --price-per-hour 0": "'--price-per-hour': 0.0 is not in the range",
     "report EMPTY": "a report is of a sweep's folder … Make one with 'merlin-cowclip sweep'",
     # evaluate, predict, export
@@ -126,7 +129,7 @@ REFUSED = {
     "export RUN --out EMPTY": "output folder must not exist … EMPTY … Name another",
     "export RUN": "export needs --out REPOSITORY, or only --rare P",
     "export RUN --out OUT --drop-rare 100": "between 0 and 100 % … 100.0",
-    "export RUN --rare 1 --data NOWHERE": "is not a whole prepared folder",
+    "export RUN --rare 1 --data NOWHERE": "no folder 'NOWHERE' … that prepare or adopt wrote",
 }
 
 
@@ -211,7 +214,7 @@ def test_an_internal_error_has_its_traceback(tmp_path, monkeypatch, capsys):
 
 CONFIGS = {
     '{"mlp": 400': "--config must be a JSON file or a run folder … c.json",
-    "[]": "--config must hold values by name … c.json",
+    "[]": "--config must be a JSON file or a run folder … c.json: no values by name",
     '{"modle": "lr"}': "a configuration has the keys model … 'modle' … Correct it",
 }
 

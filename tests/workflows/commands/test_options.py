@@ -39,8 +39,13 @@ def params(line: str) -> dict:
     return cli.commands[name].make_context(name, words).params
 
 
+def data_of(dataset: str) -> SimpleNamespace:
+    """What the commands read of prepared data."""
+    return SimpleNamespace(spec=SimpleNamespace(name=dataset), rows={"train": 10**6})
+
+
 def config_of(options: str, dataset: str = "") -> TrainConfig:
-    return train_config(params(f"train data --out run {options}"), dataset=dataset)[0]
+    return train_config(params(f"train data --out run {options}"), data_of(dataset))[0]
 
 
 @pytest.mark.parametrize("field", [*dataclasses.fields(TrainConfig), *dataclasses.fields(Keeping)])
@@ -143,7 +148,7 @@ def test_values_of_a_base_stay_at_the_base():
     assert config.base == preset("avazu", K).replace(l2=1e-6)
     config = config_of("--batch-size 256K", "avazu")
     assert config.base == preset("avazu", 128 * K)
-    assert train_config(params("train d --out r"), dataset="avazu")[1] == (
+    assert train_config(params("train d --out r"), data_of("avazu"))[1] == (
         "the paper's values for avazu at batch size 1,024"
     )
     assert base_fields(config.base)["base_batch_size"] == 128 * K
@@ -152,7 +157,7 @@ def test_values_of_a_base_stay_at_the_base():
 def test_the_papers_values_are_the_base_of_tune_and_sweep(tmp_path):
     """Of Avazu, at the base; of other data each rule has its own."""
     for name, values in (("avazu", preset("avazu", K)), ("criteo", None), ("mine", None)):
-        data = SimpleNamespace(spec=SimpleNamespace(name=name), rows={"train": 10**6})
+        data = data_of(name)
         options = params("tune data --out t --batch-size 8K --l2 1e-6")
         config, source = tune_config(tmp_path, options, data)
         base = (values or recipe("cowclip")).replace(l2=1e-6)

@@ -54,7 +54,7 @@ def test_an_interrupted_run_is_resumed(task, calls):
     (task.run / "config.json").touch()
     calls["train"] = raising(AssertionError)
     assert workers._train(task)
-    assert task.is_done
+    assert workers.is_done(task.run)
 
 
 def test_a_run_of_another_process_is_waited_for(task):
@@ -72,14 +72,14 @@ def test_a_diverged_run_is_done(task, calls):
     error = NotFiniteError("The run diverged, with dense_lr=1")
     calls["train"] = raising(error)
     assert workers._train(task)
-    assert task.is_done
+    assert workers.is_done(task.run)
     assert json.loads((task.run / "diverged.json").read_text())["message"] == str(error)
 
 
 def test_a_stopped_run_says_so(task, calls):
     calls["train"] = raising(Stopped("saved", 15))
     assert not workers._train(task)
-    assert not task.is_done
+    assert not workers.is_done(task.run)
 
 
 @pytest.mark.extended

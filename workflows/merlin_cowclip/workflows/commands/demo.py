@@ -9,17 +9,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import click
 
 from merlin_cowclip.workflows.commands.options import PATH, Command, option
 from merlin_cowclip.workflows.errors import UserError
-
-if TYPE_CHECKING:
-    from merlin_cowclip.workflows.training.runs import Run
 
 ROWS, CARDINALITY, SEED, EPOCHS = 300_000, 20_000, 1234, 5
 BASE, LARGE = 512, 4096
@@ -40,8 +36,7 @@ _FALLING = {"name": "linear", "to": 0.0}
 _CHANCE = 0.002  # AUC
 
 
-@dataclass(frozen=True)
-class DemoRun:
+class DemoRun(NamedTuple):
     """A run of the demo: a rule at a batch size, and what it does to the values."""
 
     name: str
@@ -87,34 +82,31 @@ def demo(out: Path, *, rows: int = ROWS) -> None:
     from merlin_cowclip.workflows.folders import refuse_existing, refuse_pattern, remove
     from merlin_cowclip.workflows.study.report import compare
     from merlin_cowclip.workflows.training.configuration import TrainConfig
-    from merlin_cowclip.workflows.training.keeping import Keeping
     from merlin_cowclip.workflows.training.train import train
 
     refuse_pattern(out, "demo")
     refuse_existing(out)
-    largest = max(run.batch_size for run in RUNS)
-    if rows < 2 * largest:
-        raise UserError(
-            f"rows must be at least {2 * largest:,}, for batches of {largest:,}. Received: {rows}"
-        )
+    base, *_, largest = RUNS
+    least = 2 * largest.batch_size
+    if rows < least:
+        raise UserError(f"rows must be at least {least:,}, two large batches. Received: {rows}")
     # In place: the runs name the data's, so that a hidden folder, renamed at the end, would not do.
     out.mkdir(parents=True)
     with contextlib.ExitStack() as undo:
         undo.callback(remove, out)
         print(f"Writing {rows:,} rows of synthetic logs in Criteo's format", flush=True)
-        truth = write_synthetic(
-            "criteo", out / "train.txt.gz", rows=rows, seed=SEED, cardinality=CARDINALITY
-        )
+        logs = out / "train.txt.gz"
+        truth = write_synthetic("criteo", logs, rows=rows, seed=SEED, cardinality=CARDINALITY)
         print("Preparing them: ids, counts, parquet", flush=True)
-        data = prepare(CRITEO, [out / "train.txt.gz"], out / "data", seed=SEED)
-        finished = []
+        data = prepare(CRITEO, [logs], out / "data", seed=SEED)
+        lines, notes, aucs = [], [], []
         for number, run in enumerate(RUNS, 1):
             what = f"DeepFM, batch size {run.batch_size:,}, rule {run.rule}"
             print(f"\nRun {number} of {len(RUNS)}: {what}: {run.what}", flush=True)
             config = TrainConfig(
                 batch_size=run.batch_size,
                 rule=run.rule,
-                base_batch_size=RUNS[0].batch_size,
+                base_batch_size=base.batch_size,
                 **TUNED,
                 epochs=EPOCHS,
                 seed=SEED,
@@ -122,49 +114,36 @@ def demo(out: Path, *, rows: int = ROWS) -> None:
                 embedding_schedule=run.schedule,
                 **NETWORK,
             )
-            keeping = Keeping(saved_model=False)
-            finished.append(train(data, config, out / run.name, keeping=keeping))
-        pairs = list(zip(RUNS, finished, strict=True))
-        headline = _conclusion([(one, done.result["auc"]) for one, done in pairs])
+            result = train(data, config, out / run.name).result
+            aucs.append(result["auc"])
+            steps = -(-data.rows["train"] // run.batch_size)
+            lines.append((run.name, f"{run.batch_size:,}", f"{steps:,}", f"{aucs[-1]:.4f}"))
+            clip = f" {result['clip']}" if config.hyperparameters.clip else ""
+            notes.append(f"{run.name}: {run.what}.{clip}")
+        headline = _conclusion(aucs)
         compare(
-            {one.name: done.path for one, done in pairs},
+            {run.name: out / run.name for run in RUNS},
             out / PAGE,
             title="A large batch on logs with a known truth",
             headline=headline,
-            notes=[*(_note(*pair) for pair in pairs), *NOTES],
+            notes=[*notes, *NOTES],
             levels={"best possible": truth.best_auc},
         )
         undo.pop_all()
-    lines = [
-        (
-            one.name,
-            f"{one.batch_size:,}",
-            f"{-(-data.rows['train'] // one.batch_size):,}",
-            f"{done.result['auc']:.4f}",
-        )
-        for one, done in pairs
-    ]
     table = format_table(("run", "batch size", "steps/epoch", "test AUC"), lines)
     print(f"\n{table}\n\n{headline}\n\nThe logs, the prepared data and the runs: {out}")
     print(f"The page of all this: {out / PAGE}")
     print("Next, on your data: merlin-cowclip tune DATA --batch-size B --out TUNE")
 
 
-def _note(run: DemoRun, done: Run) -> str:
-    """What a run did to the values, and what its clip did."""
-    clip = f" {done.result['clip']}" if done.config["scaled"]["clip"] else ""
-    return f"{run.name}: {run.what}.{clip}"
-
-
-def _conclusion(aucs: Sequence[tuple[DemoRun, float]]) -> str:
+def _conclusion(aucs: Sequence[float]) -> str:
     """What the rules keep of the AUC of the first run, the base."""
-    (base, at_base), *others = aucs
-    rules = [(one, auc - at_base) for one, auc in others]
-    kept = [one.title for one, difference in rules if difference >= -_CHANCE]
-    lost = [one.title for one, difference in rules if difference < -_CHANCE]
-    against = ", ".join(f"{one.name} {difference:+.4f}" for one, difference in rules)
+    rules = [(run, auc - aucs[0]) for run, auc in zip(RUNS[1:], aucs[1:], strict=True)]
+    kept = [run.title for run, difference in rules if difference >= -_CHANCE]
+    lost = [run.title for run, difference in rules if difference < -_CHANCE]
+    against = ", ".join(f"{run.name} {difference:+.4f}" for run, difference in rules)
     return (
-        f"A batch {rules[0][0].batch_size // base.batch_size} times as large keeps its accuracy "
+        f"A batch {RUNS[-1].batch_size // RUNS[0].batch_size} times as large keeps its accuracy "
         f"with {', '.join(kept) or 'no rule'}, and loses some with {', '.join(lost) or 'no rule'}. "
-        f"Test AUC against the base's {at_base:.4f}: {against}."
+        f"Test AUC against the base's {aucs[0]:.4f}: {against}."
     )

@@ -28,8 +28,8 @@ _LONGEST_WORD, _LONGEST = 300, 1000  # characters of a message; a path may be 25
 def run(name: str, work: Callable[[], None]) -> int:
     """Do a command's work; returns the exit code, after a sentence on stderr where it is not 0.
 
-    The sentence begins with `name`. The work may be ended by SIGINT, SIGTERM or SIGHUP anywhere, as
-    by a KeyboardInterrupt, and removes what it has not finished.
+    The sentence begins with `name`. SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt in the work,
+    which removes what it has not finished.
     """
     with _notices(name), _signals() as received:
         try:
@@ -46,23 +46,17 @@ def _code_of(error: BaseException, name: str, received: list[int]) -> int:
     if received or isinstance(error, KeyboardInterrupt):
         asked = error.number if isinstance(error, Stopped) else signal.SIGINT
         number = received[0] if received else asked
-        what: object = error
-        if not isinstance(error, Stopped):
-            end = signal.Signals(number or signal.SIGINT)
-            what = "interrupted" if end == signal.SIGINT else f"ended by {end.name}"
         if launched().rank == 0:  # a launcher ends all of its processes
-            say(f"{name}: {what}")
+            by = f"interrupted by {signal.Signals(number or signal.SIGINT).name}"
+            say(f"{name}: {error if isinstance(error, Stopped) else by}")
         elif isinstance(error, Stopped):
             wait_for_the_first()
         return 3 if number is None else 128 + number
-    if isinstance(error, SystemExit):
-        raise error
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
         return 128 + signal.SIGPIPE
     if isinstance(error, OSError) and error.errno in _FULL:
-        where = f": {error.filename}" if error.filename else ""
-        error = UserError(f"{error.strerror}{where}. Free some space, or write to another disk")
+        error = UserError(f"{error}. Free some space, or write to another disk")
     if isinstance(error, UserError):
         if isinstance(error, AgreedError) and launched().rank > 0:
             wait_for_the_first()
@@ -71,14 +65,14 @@ def _code_of(error: BaseException, name: str, received: list[int]) -> int:
         return error.exit_code
     with contextlib.suppress(OSError):
         traceback.print_exception(error)
-    why = "".join(traceback.format_exception_only(error)).strip()
-    say(f"{name}: internal error (please report it): {why}")
+    say(f"{name}: internal error (please report it): {type(error).__name__}: {error}")
     return 1
 
 
 @contextlib.contextmanager
 def _notices(name: str) -> Iterator[None]:
     """Within it a notice is a sentence like those that a command ends with."""
+    usual = warnings.showwarning
 
     def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
         if not issubclass(category, Notice):
@@ -87,7 +81,6 @@ def _notices(name: str) -> Iterator[None]:
             say(f"{name}: warning: {message}")
 
     with warnings.catch_warnings():
-        usual = warnings.showwarning
         warnings.simplefilter("always", Notice)  # whatever PYTHONWARNINGS says
         warnings.showwarning = show
         yield
@@ -116,22 +109,16 @@ def _signals() -> Iterator[list[int]]:
         The number of the signal that came, if any.
     """
     received: list[int] = []
-    before: dict[int, Any] = {}
 
     def end(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        give_back()
+        before.close()
         raise KeyboardInterrupt
 
-    def give_back() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    if threading.current_thread() is threading.main_thread():  # Python gives signals to no other
+    with contextlib.ExitStack() as before:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-                before[number] = signal.signal(number, end)  # nohup's is SIG_IGN, and stays
-    try:
+            is_usual = signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+            # nohup's is SIG_IGN, and stays; Python gives signals to the main thread alone.
+            if is_usual and threading.current_thread() is threading.main_thread():
+                before.callback(signal.signal, number, signal.signal(number, end))
         yield received
-    finally:
-        give_back()

@@ -1,7 +1,6 @@
-"""The command `merlin-cowclip`: arguments in, exit codes out; the work is done elsewhere.
+"""The command `merlin-cowclip`: arguments in, exit codes (`endings.py`) out.
 
-TensorFlow takes seconds to import: what runs a command imports what it needs, after the arguments
-are read. What the exit codes mean, and how every command ends in one sentence: `endings.py`.
+TensorFlow takes seconds to import: a command imports what it needs after its arguments are read.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class _Group(click.Group):
 
 cli = _Group(
     PROGRAM,
-    commands={command.name: command for command in COMMANDS if command.name},
+    commands=COMMANDS,
     context_settings=SETTINGS,
     no_args_is_help=False,
     help="Train click-through-rate models with large batches and CowClip on NVIDIA Merlin.",
@@ -49,16 +48,15 @@ click.version_option(package_name=PROGRAM, message="%(prog)s %(version)s")(cli)
 
 def help_of(name: str) -> str:
     """What a command says of itself."""
-    above = click.Context(cli, info_name=PROGRAM, help_option_names=["-h", "--help"])
+    above = click.Context(cli, info_name=PROGRAM, **SETTINGS)
     with click.Context(cli.commands[name], above, name, terminal_width=100) as ctx:
         return ctx.get_help()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        return cli.main(words, PROGRAM, standalone_mode=False) or 0
+        return cli.main(argv, PROGRAM, standalone_mode=False) or 0
     except click.UsageError as error:
         name = error.ctx.command_path if error.ctx else PROGRAM
         message = error.format_message()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import click
@@ -16,31 +15,24 @@ from merlin_cowclip.workflows.errors import AgreedError
 from merlin_cowclip.workflows.training.ranks import launched
 
 PATH = click.Path(path_type=Path)
-SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Value(click.ParamType):
-    """A value that a function reads from text.
-
-    Args:
-      name: stands for it in a command's help.
-      read: text → value; raises ValueError.
-      rule: what the text must be.
-    """
+    """A value that `read` makes of a text, or a ValueError where it breaks the rule."""
 
     def __init__(self, name: str, read: Callable[[str], Any], rule: str) -> None:
-        self.name, self._read, self._rule = name, read, rule
+        self.name, self._read, self._rule = name, read, rule  # the name is for help
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """What `read` makes of a text."""
         try:
             return self._read(value) if isinstance(value, str) else value
         except ValueError:
-            self.fail(
-                f"must be {self._rule}. Received: {endings.shortened(value, 60)!r}", param, ctx
-            )
+            received = endings.shortened(value, 60)
+            self.fail(f"must be {self._rule}. Received: {received!r}", param, ctx)
 
 
 def _size(text: str) -> int:
@@ -48,8 +40,8 @@ def _size(text: str) -> int:
     return int(text[:-1]) * K if text[-1:] in ("K", "k") else int(text)
 
 
-def _units(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")] if text else []
+def _list_of(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [read(one) for one in text.split(",")]
 
 
 def by_name(text: str, read: Callable[[str], Any] = str) -> dict[str, Any]:
@@ -61,12 +53,8 @@ def by_name(text: str, read: Callable[[str], Any] = str) -> dict[str, Any]:
     return found
 
 
-def _combiner(text: str) -> str | dict[str, str]:
-    return by_name(text) if "=" in text else text
-
-
-def _counts(text: str) -> int | dict[str, int]:
-    return by_name(text, int) if "=" in text else int(text)
+def _one_or_by_name(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    return lambda text: by_name(text, read) if "=" in text else read(text)
 
 
 def _schedule(text: str) -> str | dict[str, Any]:
@@ -78,36 +66,33 @@ def _schedule(text: str) -> str | dict[str, Any]:
     return {"name": name, "at": [float(at) for at in pairs], "factors": list(pairs.values())}
 
 
+_COUNTS, _INTS = _one_or_by_name(int), _list_of(int)
 SIZE = Value("N", _size, "a whole number, or one of 1,024s as in 128K")
-SIZES = Value("N,…", lambda text: [_size(one) for one in text.split(",")], "numbers as in 1K,8K")
-NUMBERS = Value("N,…", lambda text: [int(one) for one in text.split(",")], "whole numbers")
-PERCENTS = Value("P,…", lambda text: [float(one) for one in text.split(",")], "numbers")
-COUNTS = Value("N|FIELD=N,…", _counts, "a number, or numbers by field, each once: C3=10,C4=5")
-_UNITS = Value("UNITS,…", _units, "whole numbers as in 400,400")
+SIZES = Value("N,…", _list_of(_size), "numbers as in 1K,8K")
+NUMBERS = Value("N,…", _INTS, "whole numbers")
+PERCENTS = Value("P,…", _list_of(float), "numbers")
+COUNTS = Value("N|FIELD=N,…", _COUNTS, "a number, or numbers by field, each once: C3=10,C4=5")
 
-TYPES: Mapping[str, Any] = MappingProxyType(
-    {
-        **{"text": click.STRING, "size": SIZE, "count": click.INT, "seed": click.INT},
-        **{"positive": click.FLOAT, "number": click.FLOAT, "units": _UNITS},
-        "names": Value("NAME,…", lambda text: text.split(","), "names"),
-        "combiner": Value("NAME", _combiner, "a name, or FIELD=NAME,… with each field once"),
-        "schedule": Value("NAME", _schedule, "a name and numbers, each once: cosine:to=0.1"),
-    }
-)
+TYPES: Mapping[str, Any] = {
+    **{"text": click.STRING, "size": SIZE, "count": click.INT, "seed": click.INT},
+    **{"positive": click.FLOAT, "number": click.FLOAT},
+    "units": Value("UNITS,…", lambda t: _INTS(t) if t else [], "whole numbers as in 400,400"),
+    "names": Value("NAME,…", _list_of(str), "names"),
+    "combiner": Value("NAME", _one_or_by_name(str), "a name, or FIELD=NAME,… with each field once"),
+    "schedule": Value("NAME", _schedule, "a name and numbers, each once: cosine:to=0.1"),
+}
 """By the kind of a configuration's field."""
 
 _METAVARS = {"count": "N", "seed": "N", "positive": "X", "number": "X"}
 
 
 class Option(click.Option):
-    """An option under a heading of its command's help.
+    """An option under a heading of its command's help, its `group`.
 
-    Args:
-      group: the heading.
-      many: whether values may follow each other: `--test A B` as `--test A --test B`.
+    With `many`, values may follow each other: `--test A B` as `--test A --test B`.
     """
 
-    def __init__(self, *args: Any, group: str = "", many: bool = False, **more: Any) -> None:
+    def __init__(self, *args: Any, group: str = "Options", many: bool = False, **more: Any) -> None:
         more["multiple"] = many or more.get("multiple", False)
         super().__init__(*args, **more)
         self.group, self.many = group, many
@@ -120,10 +105,8 @@ class Option(click.Option):
 class Command(click.Command):
     """A command that ends in one sentence and an exit code.
 
-    Args:
-      usage: what follows its name in each way to call it; by default arguments, required options.
-      example: a call of it.
-      on_ranks: whether several ranks may share its work.
+    `usage` is what follows its name in each way to call it: by default arguments and required
+    options. With `on_ranks` several ranks may share its work.
     """
 
     def __init__(
@@ -134,8 +117,12 @@ class Command(click.Command):
         on_ranks: bool = False,
         **more: Any,
     ) -> None:
-        super().__init__(*args, **{"context_settings": SETTINGS, **more})
-        self._usage, self._example, self._on_ranks = usage, example, on_ranks
+        more |= {
+            "context_settings": SETTINGS,
+            "epilog": f"\b\nExample:\n  merlin-cowclip {example}",
+        }
+        super().__init__(*args, **more)
+        self._usage, self._on_ranks = usage, on_ranks
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read options of several values, which click does not know."""
@@ -169,15 +156,10 @@ class Command(click.Command):
         groups: dict[str, list[tuple[str, str]]] = {"Options": []}
         for param in self.get_params(ctx):
             if isinstance(param, click.Option) and (record := param.get_help_record(ctx)):
-                groups.setdefault(getattr(param, "group", "") or "Options", []).append(record)
+                groups.setdefault(getattr(param, "group", "Options"), []).append(record)
         for name, records in groups.items():
             with formatter.section(name):
                 formatter.write_dl(records)
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Its example."""
-        with formatter.section("Example"):
-            formatter.write(f"  merlin-cowclip {self._example}\n")
 
 
 def _repeated(args: Iterable[str], many: Iterable[str]) -> list[str]:
@@ -206,6 +188,11 @@ def option(*names: str, default: Any = None, shown: str = "", **more: Any) -> De
     return click.option(*names, cls=Option, **more)
 
 
+def path(name: str, metavar: str, help: str, **more: Any) -> Decorator:
+    """An option that takes a path."""
+    return option(name, type=PATH, metavar=metavar, help=help, **more)
+
+
 def argument(name: str, **more: Any) -> Decorator:
     """An argument, which is called as help shows it."""
     return click.argument(name, **{"metavar": name.upper(), **more})
@@ -222,11 +209,8 @@ trust_workflow = option(
 def fields(cls: type, *names: str, group: str = "", **shown: str) -> Decorator:
     """Options for fields of a dataclass, all or those named; what is not given is `None`.
 
-    Args:
-      cls: its fields are made by `training.options.option`.
-      names: of fields.
-      group: a heading instead of theirs.
-      shown: by field, its default in words.
+    The fields are made by `training.options.option`; `group` is a heading instead of theirs, and
+    `shown` has the defaults of some in words.
     """
     known = {field.name: field for field in dataclasses.fields(cls)}
 
@@ -254,6 +238,7 @@ def _of_field(field: dataclasses.Field[Any], group: str, shown: str | None) -> D
     return option(f"--{flag}", field.name, shown="" if default is None else str(default), **more)
 
 
-def given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options that were given."""
-    return {name: value for name, value in values.items() if value is not None}
+def given(values: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
+    """Those options that were given, of all or of those named."""
+    names = values if names is None else names
+    return {name: values[name] for name in names if values[name] is not None}

@@ -20,10 +20,12 @@ from merlin_cowclip.workflows.commands.options import (
     fields,
     given,
     option,
+    path,
     quiet,
 )
 from merlin_cowclip.workflows.commands.tuning import default_base, found_by
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import refuse_existing
 from merlin_cowclip.workflows.study.configuration import NETWORK
 from merlin_cowclip.workflows.study.studies import (
     NETWORKS,
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
 _BASE = "Hyperparameters at the first batch size, the base"
+_DOUBLED = "1024, doubled as long as the data allows"
 _OPTIONS = ("epochs", "update", *NETWORK, "dense_schedule", "embedding_schedule")
+_PRICE = "of the machine, for the cost of an epoch of Criteo"
 _WHAT = "\n".join(f"  {study.name}: {study.title} ({study.paper})" for study in STUDIES.values())
 
 
@@ -54,32 +58,14 @@ _WHAT = "\n".join(f"  {study.name}: {study.title} ({study.paper})" for study in 
 )
 @argument("study", type=click.Choice([*STUDIES]))
 @argument("data", type=PATH)
-@option("--out", type=PATH, required=True, metavar="SWEEP", help="folder of the runs")
-@option(
-    "--batch-sizes",
-    type=SIZES,
-    help="samples per update, the base first",
-    shown="1024, doubled as long as the data allows",
-)
+@path("--out", "SWEEP", "folder of the runs", required=True)
+@option("--batch-sizes", type=SIZES, help="samples per update, the base first", shown=_DOUBLED)
 @option("--seeds", type=NUMBERS, help="one run per seed", shown="1234,1235,1236")
-@option(
-    "--tuned",
-    type=PATH,
-    multiple=True,
-    metavar="TUNE",
-    help="scaling-rules: result of a tune at one of the batch sizes, as one more row; may be "
-    "repeated",
-)
+@path("--tuned", "TUNE", "scaling-rules: a tune as one more row; may be repeated", multiple=True)
 @option("--jobs", type=int, default=1, metavar="N", help="runs trained at a time")
 @quiet
 @fields(TrainConfig, "epochs", "update")
-@option(
-    "--base",
-    type=PATH,
-    metavar="TUNE0",
-    group=_BASE,
-    help="result of a tune at the first batch size, and its network",
-)
+@path("--base", "TUNE0", "a tune at the first batch size, and its network", group=_BASE)
 @fields(TrainConfig, *VALUES, group=_BASE, dense_lr="each rule's own; Avazu: the paper's")
 @fields(TrainConfig, "dense_schedule", "embedding_schedule", group=_BASE)
 @fields(TrainConfig, *NETWORK)
@@ -88,7 +74,7 @@ def sweep(study: str, data: Path, out: Path, **values: Any) -> None:
     if values["tuned"] and study != "scaling-rules":
         raise UserError(f"--tuned is for the study scaling-rules. Received: {study}. Leave it out")
     taken = {option for network in NETWORKS for option in OPTIONS_OF[network]}
-    others = [name for name in given({name: values[name] for name in NETWORK}) if name not in taken]
+    others = [name for name in given(values, NETWORK) if name not in taken]
     if others and study in ("networks", "time"):
         raise UserError(
             f"{study} trains {', '.join(NETWORKS)}. Received: --{others[0].replace('_', '-')}. "
@@ -100,23 +86,14 @@ def sweep(study: str, data: Path, out: Path, **values: Any) -> None:
     setting, source = _setting(values, opened)
     from merlin_cowclip.workflows.study.sweep import sweep
 
-    table = sweep(
-        STUDIES[study],
-        opened,
-        out,
-        setting,
-        jobs=values["jobs"],
-        command=shlex.join(["merlin-cowclip", *sys.argv[1:]]),
-        base=source,
-        progress=not values["quiet"],
-    )
-    print(table)
+    command, progress = shlex.join(["merlin-cowclip", *sys.argv[1:]]), not values["quiet"]
+    options: dict[str, Any] = {"command": command, "base": source, "progress": progress}
+    print(sweep(STUDIES[study], opened, out, setting, jobs=values["jobs"], **options))
 
 
 def _setting(values: Mapping[str, Any], data: PreparedData) -> tuple[Setting, str]:
     """What the options say, and where its base comes from."""
-    options = given({name: values[name] for name in _OPTIONS})
-    numbers = given({name: values[name] for name in VALUES})
+    options, numbers = given(values, _OPTIONS), given(values, VALUES)
     tuned = None if values["base"] is None else found_by(values["base"], data)
     base = K if tuned is None else tuned.batch_size
     sizes = values["batch_sizes"] or batch_sizes(base, data.rows["train"])
@@ -133,32 +110,27 @@ def _setting(values: Mapping[str, Any], data: PreparedData) -> tuple[Setting, st
 
 
 @click.command(cls=Command, example="report sweep")
-@argument("out", type=PATH, nargs=-1, required=True, metavar="SWEEP|RUN...")
-@option(
-    "--price-per-hour",
-    type=click.FloatRange(0, min_open=True),
-    metavar="PRICE",
-    help="price of the machine per hour, for the cost of an epoch of Criteo",
-)
-@option(
-    "--rows",
-    type=click.IntRange(1),
-    metavar="N",
-    help="of a training part other than Criteo's",
-)
-def report(out: Sequence[Path], **values: Any) -> None:
+@argument("runs", type=PATH, nargs=-1, required=True, metavar="SWEEP|RUN...")
+@path("--out", "HTML", "page to write, of runs", shown="report.html")
+@option("--price-per-hour", type=click.FloatRange(0, min_open=True), metavar="PRICE", help=_PRICE)
+@option("--rows", type=click.IntRange(1), metavar="N", help="of an epoch other than Criteo's")
+def report(runs: Sequence[Path], out: Path | None, **values: Any) -> None:
     """Write a page on a sweep's studies, or one that compares runs.
 
-    For a sweep, writes SWEEP/report.html: each study's table beside the paper's numbers,
-    plots, and a verdict. For runs, writes report.html in the current folder.
+    For a sweep, writes SWEEP/report.html: each study's table next to the paper's numbers,
+    plots, and a verdict. For runs, writes a page that compares them, which must not exist.
     """
-    if missing := [path for path in out if not path.exists()]:
-        raise UserError(f"{missing[0]} does not exist. Name a sweep's folder, or runs")
-    from merlin_cowclip.workflows.study.report import compare, report
+    if missing := [path for path in runs if not path.is_dir()]:
+        raise UserError(f"no folder '{missing[0]}'. Name a sweep's folder, or runs")
+    from merlin_cowclip.workflows.study.report import HTML, compare, report
     from merlin_cowclip.workflows.training.runs import CONFIG
 
-    if len(out) == 1 and not (out[0] / CONFIG).exists():
-        print(report(out[0], **given(values)))
-    else:
-        names = {run.name: run for run in out}
-        print(compare(names if len(names) == len(out) else {str(run): run for run in out}))
+    if len(runs) == 1 and not (runs[0] / CONFIG).exists():
+        if out is not None:
+            raise UserError("--out is for a page of runs; a sweep's is SWEEP/report.html")
+        print(report(runs[0], **given(values)))
+        return
+    out = out or Path(HTML)
+    refuse_existing(out, "file")
+    names = {run.name: run for run in runs}
+    print(compare(names if len(names) == len(runs) else {str(run): run for run in runs}, out))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import fields as fields_of
 from pathlib import Path
@@ -13,12 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from merlin_cowclip.plugins.presets import PRESETS
-from merlin_cowclip.plugins.scaling import (
-    ADAPTIVE_CLIPS,
-    Hyperparameters,
-    K,
-    scaling_table,
-)
+from merlin_cowclip.plugins.scaling import ADAPTIVE_CLIPS, Hyperparameters, K, scaling_table
 from merlin_cowclip.workflows.commands.options import (
     PATH,
     Command,
@@ -26,6 +20,7 @@ from merlin_cowclip.workflows.commands.options import (
     fields,
     given,
     option,
+    path,
     quiet,
 )
 from merlin_cowclip.workflows.errors import UserError, clipped
@@ -42,10 +37,11 @@ from merlin_cowclip.workflows.training.networks import NETWORKS, OPTIONS
 from merlin_cowclip.workflows.training.ranks import agreed, is_first
 
 if TYPE_CHECKING:
-    from merlin_cowclip.workflows.study.tuned import Tuned
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.training.runs import Run
 
 _DATASETS = ("criteo", "avazu")
+_MINUTES = "stop after N minutes with a checkpoint, and exit code 3"
 _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "quiet"}
 
 
@@ -56,50 +52,27 @@ _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "quiet"}
     on_ranks=True,
 )
 @argument("data", type=PATH, required=False)
-@option("--out", type=PATH, metavar="RUN", help="run folder to write")
-@option(
+@path("--out", "RUN", "run folder to write")
+@path(
     "--resume",
-    type=PATH,
-    metavar="RUN",
-    help="resume a stopped or killed run from its last checkpoint; the result is bit-identical to "
-    "that of an uninterrupted run. Only --epochs may be raised; DATA where the data was moved",
+    "RUN",
+    "resume a stopped or killed run from its last checkpoint; the result is bit-identical to that "
+    "of an uninterrupted run. Only --epochs may be raised; DATA where the data was moved",
 )
-@option(
-    "--config",
-    type=PATH,
-    metavar="FILE",
-    help="JSON file or run folder to take options from; those given here go before it",
-)
-@option(
-    "--tuned",
-    type=PATH,
-    metavar="TUNE",
-    help="use the best values of this tune folder; another --batch-size needs a --rule that scales "
-    "them to it",
-)
+@path("--config", "FILE", "JSON file or run folder with options; those given here override it")
+@path("--tuned", "TUNE", "use the best values of a tune, scaled by --rule to another --batch-size")
 @option(
     "--preset",
     type=click.Choice([*_DATASETS, "none"]),
     help="the paper's values for this data set, or none: those of the rule",
     shown="that of DATA, if it is Criteo's or Avazu's",
 )
-@option(
-    "--warm-start",
-    type=PATH,
-    metavar="RUN",
-    help="start from the weights and options of a run on the same columns and vocabulary",
-)
+@path("--warm-start", "RUN", "start from weights and options of a run on the same vocabulary")
 @option("--keep-optimizer", is_flag=True, help="with --warm-start: its moments and steps, too")
 @quiet
 @fields(TrainConfig)
 @fields(Keeping)
-@option(
-    "--max-minutes",
-    type=float,
-    metavar="N",
-    group=GROUP,
-    help="stop after N minutes with a checkpoint, and exit code 3",
-)
+@option("--max-minutes", type=float, metavar="N", group=GROUP, help=_MINUTES)
 def train(**values: Any) -> None:
     """Train a network on a prepared folder, or resume a run.
 
@@ -112,17 +85,16 @@ def train(**values: Any) -> None:
 
 def _tell(run: Run, *, brief: bool) -> None:
     result, best = run.result, run.result["best_epoch"]
-    if result["auc"] is None:
-        quality = f"no test part, training loss {result['epochs'][-1]['train_loss']:.6f}"
-    else:
+    quality = f"no test part, training loss {result['epochs'][-1]['train_loss']:.6f}"
+    if result["auc"] is not None:
         quality = f"test AUC {result['auc']:.6f}, log loss {result['log_loss']:.6f}"
     if not brief:
         print(result["clip"])
-    if not brief and best not in (None, len(result["epochs"])):
-        print(
-            f"best after epoch {best}, test AUC {result['epochs'][best - 1]['auc']:.6f}: "
-            "evaluate, predict and export take it by --checkpoint best"
-        )
+        if best not in (None, len(result["epochs"])):
+            print(
+                f"best after epoch {best}, test AUC {result['epochs'][best - 1]['auc']:.6f}: "
+                "evaluate, predict and export take it by --checkpoint best"
+            )
     print(
         f"{quality}, {result['samples_per_second']:,.0f} samples/s, "
         f"{result['train_seconds']:.1f} s of training: {run.path}"
@@ -133,7 +105,6 @@ def _begin(values: Mapping[str, Any]) -> Run:
     """Train a new run."""
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
-    tuned = None
     with agreed():
         for name, what in (("data", "DATA, a prepared folder"), ("out", "--out RUN")):
             if values[name] is None:
@@ -141,26 +112,12 @@ def _begin(values: Mapping[str, Any]) -> Run:
         refuse_existing(values["out"])
         if values["keep_optimizer"] and values["warm_start"] is None:
             raise UserError("--keep-optimizer needs --warm-start RUN")
-        sources = [name for name in ("tuned", "config", "preset") if values[name] is not None]
-        if len(sources) > 1:
-            one, other = sources[:2]
-            raise UserError(f"--{one} excludes --{other}. Received: both. Leave one out")
-        if not sources:
-            values = {**values, "config": values["warm_start"]}
-        if values["tuned"] is not None:
-            from merlin_cowclip.workflows.study.tuned import Tuned
-
-            tuned = Tuned.open(values["tuned"])
         data = PreparedData.open(values["data"])
-        if tuned is not None:
-            tuned.check_columns(data)
-        config, source = train_config(values, tuned, data.spec.name)
-        keeping = Keeping(**given({field.name: values[field.name] for field in fields_of(Keeping)}))
-        from merlin_cowclip.workflows.training.train import check
+        config, source = train_config(values, data)
+        keeping = Keeping(**given(values, (field.name for field in fields_of(Keeping))))
+        from merlin_cowclip.workflows.training.train import check, train
 
         check(data, config, values["out"])
-    from merlin_cowclip.workflows.training.train import train
-
     shows = is_first() and not values["quiet"]
     if shows:
         print(f"{config.model}, rule {config.rule}, {config.update} updates; {source}")
@@ -191,37 +148,31 @@ def _resume(values: Mapping[str, Any]) -> Run:
     return resume(values["resume"], **kept, progress=is_first() and not values["quiet"])
 
 
-def train_config(
-    values: Mapping[str, Any], tuned: Tuned | None = None, dataset: str = ""
-) -> tuple[TrainConfig, str]:
+def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainConfig, str]:
     """The configuration that options say, and where its hyperparameters come from.
 
     An option goes before what a file, a run or a tune says, and these before the paper's values for
-    `dataset`.
+    the data.
     """
-    options = given({field.name: values[field.name] for field in fields_of(TrainConfig)})
-    if tuned is not None:
-        found, source = tuned.train_config().to_dict(), f"values of {tuned.path}"
-        tuned_at = found["batch_size"]
-        if options.get("batch_size", tuned_at) != tuned_at and "rule" not in options:
-            raise UserError(
-                f"the values of --tuned are of batch size {tuned_at}, from which a --rule scales "
-                f"them to another. Received: --batch-size {options['batch_size']} without one. "
-                "Name it, or tune at that batch size"
-            )
-    elif values["config"] is not None:
-        found, source = _read_config(values["config"]), f"values of {values['config']}"
+    options = given(values, (field.name for field in fields_of(TrainConfig)))
+    sources = [name for name in ("tuned", "config", "preset") if values[name] is not None]
+    if len(sources) > 1:
+        raise UserError(f"--{sources[0]} excludes --{sources[1]}. Leave one out")
+    if values["tuned"] is not None:
+        found, source = _tuned(values["tuned"], data, options)
+    elif file := values["config"] or (values["warm_start"] if not sources else None):
+        found, source = _read_config(file), f"values of {file}"
     else:
-        found, source = _preset(values["preset"], dataset, options)
+        found, source = _preset(values["preset"] or data.spec.name, options)
     if own := [name for name in BASE_FIELDS if name in options]:
         source += f"; {', '.join(own)} as given"
+    gone: set[str] = set()
     if "model" in options:
-        others = set(OPTIONS) - set(NETWORKS.get(options["model"], OPTIONS))
-        found = {name: value for name, value in found.items() if name not in others}
+        gone |= set(OPTIONS) - set(NETWORKS.get(options["model"], OPTIONS))
     if "clip" in options:  # a threshold is of another unit in each clip
-        gone = ("clip_threshold", *(["clip_tables"] if options["clip"] == NO_CLIP else []))
-        found = {name: value for name, value in found.items() if name not in gone}
-    config = TrainConfig.from_dict({**found, **options})
+        gone |= {"clip_threshold"} | ({"clip_tables"} if options["clip"] == NO_CLIP else set())
+    kept = {name: value for name, value in found.items() if name not in gone}
+    config = TrainConfig.from_dict({**kept, **options})
     for name in ("clip_ratio", "clip_floor"):
         if name in options and config.clip not in ADAPTIVE_CLIPS:
             raise UserError(
@@ -231,23 +182,39 @@ def train_config(
     return config, source
 
 
-def _preset(
-    name: str | None, dataset: str, options: Mapping[str, Any]
+def _tuned(
+    folder: Path, data: PreparedData, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str]:
+    """What a tune found, for its batch size, or for others by a rule."""
+    from merlin_cowclip.workflows.study.tuned import Tuned
+
+    tuned = Tuned.open(folder)
+    tuned.check_columns(data)
+    found = tuned.train_config()
+    if options.get("batch_size", found.batch_size) != found.batch_size and "rule" not in options:
+        raise UserError(
+            f"the values of --tuned are of batch size {found.batch_size}, from which a --rule "
+            f"scales them to another. Received: --batch-size {options['batch_size']} without one. "
+            "Name it, or tune at that batch size"
+        )
+    return found.to_dict(), f"values of {folder}"
+
+
+def _preset(dataset: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The paper's values for a data set, and what to say of them.
 
     Criteo's are those of the rules. Avazu's are not, so they are taken at the batch size itself, or
     the nearest one in the table; where options give some of them, at their base.
     """
-    of, rule = name or dataset, options.get("rule", "cowclip")
-    if of == "criteo":
+    if dataset == "criteo":
         return {}, "the paper's values for criteo"
-    is_base = any(field in options for field in BASE_FIELDS)
-    values = paper_values(of, rule, options.get("base_batch_size" if is_base else "batch_size", K))
-    if values is None:
-        none = f", of which the paper has no values for {of}" if of in _DATASETS else ""
-        return {}, f"values of the rule{none}"
-    return base_fields(values), f"the paper's values for {of} at batch size {values.batch_size:,}"
+    size = "base_batch_size" if any(name in options for name in BASE_FIELDS) else "batch_size"
+    values = paper_values(dataset, options.get("rule", "cowclip"), options.get(size, K))
+    if values is not None:
+        source = f"the paper's values for {dataset} at batch size {values.batch_size:,}"
+        return base_fields(values), source
+    none = f", of which the paper has no values for {dataset}" if dataset in _DATASETS else ""
+    return {}, f"values of the rule{none}"
 
 
 def paper_values(dataset: str, rule: str, batch_size: int) -> Hyperparameters | None:
@@ -259,16 +226,16 @@ def paper_values(dataset: str, rule: str, batch_size: int) -> Hyperparameters | 
 
 def _read_config(path: Path) -> dict[str, Any]:
     """A configuration's values from a JSON file or a run folder."""
-    if os.path.isdir(path):
+    if path.is_dir():
         from merlin_cowclip.workflows.training.runs import config_in, read_config
 
         return config_in(read_config(path)).to_dict()
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("no values by name")
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"--config must be a JSON file or a run folder. Received: {path}: {clipped(str(error))}"
         ) from None
-    if not isinstance(values, dict):
-        raise UserError(f"--config must hold values by name: {{...}}. Received: {path}")
     return values

@@ -51,6 +51,10 @@ class PreparedData:
         """
         path = Path(path)
         place = path / RECORD
+        if not path.is_dir():
+            raise UserError(
+                f"no folder '{path}'. DATA must be a folder that prepare or adopt wrote"
+            )
         try:
             record = json.loads(place.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

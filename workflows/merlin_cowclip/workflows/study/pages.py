@@ -6,33 +6,24 @@ import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from merlin_cowclip.workflows.errors import UserError
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A cell of a table.
-
-    Attributes:
-      text: the first line.
-      small: the second line.
-      links: addresses of runs: of one, which the text links to, or of several, in the second line.
-      kind: its CSS class: "paper" for a number that is not ours.
-    """
+class Cell(NamedTuple):
+    """A cell of a table: its text, a second line, and addresses of the runs that it is of."""
 
     text: str
     small: str = ""
     links: Sequence[str] = ()
-    kind: str = ""
+    kind: str = ""  # its CSS class: "paper" for a number that is not ours
 
 
 Row = Sequence[str | Cell]
 
 
-@dataclass
-class Table:
+class Table(NamedTuple):
     """A table: its header and its rows."""
 
     header: Row
@@ -42,29 +33,18 @@ class Table:
 
 @dataclass
 class Section:
-    """What a page says on one question.
+    """What a page says on one question."""
 
-    Attributes:
-      name: its anchor.
-      title: the question.
-      paper: where the paper asks it.
-      runs: how many have ended.
-      verdict: the answer.
-      doubt: why there is no answer.
-      plots: title and SVG of each.
-      command: what prints the numbers again.
-    """
-
-    name: str
+    name: str  # its anchor
     title: str
-    paper: str = ""
-    runs: str = ""
+    paper: str = ""  # where the paper asks it
+    runs: str = ""  # how many have ended
     verdict: str = ""
-    doubt: str = ""
+    doubt: str = ""  # why there is no verdict
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    plots: list[tuple[str, str]] = field(default_factory=list)
-    command: str = ""
+    plots: list[tuple[str, str]] = field(default_factory=list)  # title and SVG
+    command: str = ""  # what prints the numbers again
 
 
 def write_page(
@@ -74,17 +54,10 @@ def write_page(
     configs: Iterable[Mapping[str, Any]],
     headline: str = "",
 ) -> Path:
-    """Write a page so that a reader sees either the last one or this one.
+    """Write a page so that a reader sees either the last one or this one; returns its path.
 
-    Args:
-      path: the file, which is returned.
-      title: of the page.
-      sections: with a summary of them first, where there is no headline.
-      configs: `config.json` of the runs, for a list of data, versions and machines.
-      headline: what to conclude.
-
-    Raises:
-      UserError: it cannot be written.
+    A headline says what to conclude; without one the page begins with a summary of its sections.
+    Data, versions and machines are listed from the `config.json` of the runs.
     """
     from jinja2 import Environment, FileSystemLoader
 
@@ -103,22 +76,20 @@ def write_page(
 
 def _facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """The date, and what the runs are of; where they differ, all of it."""
-    found: dict[str, dict[str, None]] = {}
+    found: dict[str, list[str]] = {"date": [f"{datetime.datetime.now():%Y-%m-%d %H:%M}"]}
     for config in configs:
         rows, machine = config["rows"], config["machine"]
         gpus = ", ".join(machine.get("gpus", ())) or "none"
+        cpu = f"{machine.get('processor') or machine['platform']}, {machine['cpus']} CPUs"
         mlp = ",".join(map(str, config.get("mlp") or ()))
-        now = {
+        for key, value in {
             "data": f"{config['dataset']}, {config['data']}",
             "rows": f"{rows['train']:,} for training, {rows['test']:,} for testing",
             "embedding rows": f"{config['table_rows']:,} in {len(config['cardinalities'])} fields",
             "network": f"{config['model']}{mlp and f', MLP {mlp}'}",
             "epochs": str(config.get("epochs", "")),
-            "machine": f"{machine.get('processor') or machine['platform']}, "
-            f"{machine['cpus']} CPUs, GPUs: {gpus}",
+            "machine": f"{cpu}, GPUs: {gpus}",
             "versions": ", ".join(f"{name} {of}" for name, of in config["versions"].items()),
-        }
-        for key, value in now.items():
-            found.setdefault(key, {})[value] = None
-    today = f"{datetime.datetime.now():%Y-%m-%d %H:%M}"
-    return {"date": today, **{key: "; ".join(values) for key, values in found.items()}}
+        }.items():
+            found.setdefault(key, []).append(value)
+    return {key: "; ".join(dict.fromkeys(values)) for key, values in found.items()}

@@ -12,32 +12,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-EPOCHS = 10
-"""Those of the times in Tables 5 and 11."""
+from merlin_cowclip.workflows.study.studies import MINUTES, Quantity
 
+EPOCHS = 10  # of the times in Tables 5 and 11
 _ROWS = {"criteo": 45_840_617, "avazu": 40_428_967}  # of the full data sets
-_BASE = 1024
+_BASE = 1024  # of the column "baseline"
 
 
-def is_of_the_paper(config: Mapping[str, Any]) -> bool:
-    """Whether a run's `config.json` is of all of Criteo or Avazu: 99 % of the rows at least."""
-    return sum(config["rows"].values()) >= 0.99 * _ROWS.get(config["dataset"], float("inf"))
+def is_of_the_paper(record: Mapping[str, Any]) -> bool:
+    """Whether a sweep is on all of Criteo or Avazu: 99 % of the rows at least."""
+    return sum(record["rows"].values()) >= 0.99 * _ROWS.get(record["dataset"], float("inf"))
 
 
-def printed(study: str, dataset: str, key: str, base: int) -> dict[tuple[str, str], float | None]:
-    """(row, column of our table) → the paper's number; `None`: its run diverged.
-
-    Args:
-      study: the name of ours.
-      dataset: "criteo" or "avazu".
-      key: "auc", "log_loss" or "minutes".
-      base: our base batch size; the paper's column "baseline" is of 1,024.
-    """
+def printed(
+    study: str, record: Mapping[str, Any], quantity: Quantity
+) -> dict[tuple[str, str], str]:
+    """(row, column of our table) → the paper's number, if a sweep is on the paper's data."""
     tables = json.loads(Path(__file__).with_name("paper_tables.json").read_text("utf-8"))
-    table = tables.get(study, {}).get(dataset, {"sizes": [], "rows": {}})
+    table = tables.get(study, {}).get(record["dataset"])
+    if table is None or not is_of_the_paper(record):
+        return {}
+    key = "minutes" if quantity is MINUTES else quantity.key
     return {
-        (row, size if size == "baseline" else f"{size:,}"): value
+        (row, size if size == "baseline" else f"{size:,}"): (
+            "diverged" if value is None else f"{value:{quantity.paper_format}}"
+        )
         for row, values in table["rows"].items()
         for size, value in zip(table["sizes"], values.get(key, ()), strict=False)
-        if size != "baseline" or base == _BASE
+        if size != "baseline" or record["batch_sizes"][0] == _BASE
     }

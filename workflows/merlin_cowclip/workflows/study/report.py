@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,31 +22,36 @@ from merlin_cowclip.workflows.study.studies import (
     STUDIES,
     VALUES,
     Quantity,
+    Study,
     few_steps,
     plural,
 )
 from merlin_cowclip.workflows.study.sweep import (
-    DIVERGED,
     RECORD,
     RUNS,
     STUDIES_,
     Outcome,
     grid,
     outcomes,
+    read_json,
     read_record,
 )
+from merlin_cowclip.workflows.study.workers import DIVERGED
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.logbook import METRICS
 from merlin_cowclip.workflows.training.runs import RESULT, Run
 
 HTML = "report.html"
-MIN_SEEDS = 3
-"""Of each cell: with fewer there is no verdict."""
+MIN_SEEDS = 3  # of each cell: with fewer there is no verdict
 CRITEO_ROWS = 41_256_555
 """Of the training part: nine tenths of the 45,840,617 rows of Criteo Kaggle's `train.txt`."""
 _ESTIMATE = (
     "The estimate multiplies the times above by the number of rows. It leaves out preparation and "
     "evaluation. An exact update passes over the whole table, so more ids take longer."
+)
+_OPTIONS = (  # in which runs may differ, beside their scaled values
+    *("rule", "batch_size", "model", "mlp", "embedding_dim", "update", "seed", "epochs"),
+    *("dense_schedule", "embedding_schedule"),
 )
 _TOLD = ("cowclip", "adaptive_column", "full, linear", "top-3, linear")  # rows, of base and largest
 
@@ -72,19 +76,21 @@ def report(
             f"a report is of a sweep's folder, or of runs. Received: {out}, which is neither. Make "
             "one with 'merlin-cowclip sweep'"
         )
-    data = json.loads((out / RECORD).read_text(encoding="utf-8"))
+    data = read_json(out / RECORD)
     sections: list[Section] = []
     configs: list[Mapping[str, Any]] = []
-    for name in STUDIES:
-        if not (out / STUDIES_ / f"{name}.json").exists():
+    for study in STUDIES.values():
+        if not (out / STUDIES_ / f"{study.name}.json").exists():
             continue
-        record = read_record(out, name)
-        found = outcomes(out, name, record)
+        record = {**data, **read_record(out, study.name)}
+        found = outcomes(out, study.name, record)
         configs += [result["config"] for o in found for result in o.finished.values()]
         if any(outcome.results for outcome in found):
-            section = _section(out, name, record, found, data)
-            if name == "time":
-                section.tables.append(_costs(found, data["rows"]["train"], rows, price_per_hour))
+            section = _section(study, record, found)
+            section.plots = list(plots(study, found))
+            if study.name == "time":
+                estimates = _estimates(rows, data["rows"]["train"], price_per_hour)
+                section.tables += [_table(study, record, found, one) for one in estimates]
                 section.notes.append(_ESTIMATE)
             sections.append(section)
     if not sections:
@@ -94,68 +100,45 @@ def report(
     return write_page(out / HTML, "What a large batch does to these data", sections, configs)
 
 
-def _section(
-    out: Path,
-    name: str,
-    record: Mapping[str, Any],
-    found: Sequence[Outcome],
-    data: Mapping[str, Any],
-) -> Section:
-    study, rows = STUDIES[name], data["rows"]["train"]
-    doubt = _doubt(found, rows, study.quantity)
-    quantities = (AUC, LOG_LOSS) if study.quantity is AUC else (study.quantity,)
-    tables = [
-        _table(name, record["batch_sizes"][0], found, quantity, data) for quantity in quantities
-    ]
-    if name in ("scaling-rules", "clipping", "curves"):
+def _section(study: Study, record: Mapping[str, Any], found: Sequence[Outcome]) -> Section:
+    """What a study came to; `record` describes it and its data."""
+    doubt = _doubt(study, found, record["rows"]["train"])
+    tables = [_table(study, record, found, quantity) for quantity in study.quantities]
+    if study.name in ("scaling-rules", "clipping", "curves"):
         tables += _clips(found, study.rows)
     return Section(
-        name,
+        study.name,
         study.title,
         study.paper,
         runs=f"{sum(len(o.results) for o in found)} of {sum(len(o.runs) for o in found)}",
-        verdict="" if doubt else " ".join(_verdict(name, found, record["batch_sizes"])),
+        verdict="" if doubt else " ".join(_verdict(study, found, record["batch_sizes"])),
         doubt=doubt,
         tables=tables,
-        notes=[_base(record), *_notes(found, data)],
-        plots=list(plots(out, name, found)),
+        notes=[_base(record), *_notes(record, found)],
         command=record["command"],
     )
 
 
 def _table(
-    name: str, base: int, found: Sequence[Outcome], quantity: Quantity, data: Mapping[str, Any]
+    study: Study, record: Mapping[str, Any], found: Sequence[Outcome], quantity: Quantity
 ) -> Table:
     """Ours by row and column; the paper's in columns of their own, for its own data."""
-    theirs: dict[tuple[str, str], float | None] = {}
-    if is_of_the_paper(data):
-        key = "minutes" if quantity is MINUTES else quantity.key
-        theirs = printed(name, data["dataset"], key, base)
     cells, rows, columns = grid(found)
+    theirs = printed(study.name, record, quantity)
     of_paper = [c for c in columns if any((row, c) in theirs for row in rows)]
-    form = {AUC: "{:.2f}", LOG_LOSS: "{:.4f}", MINUTES: "{:g}"}[quantity]
-
-    def paper(place: tuple[str, str]) -> str | Cell:
-        if place not in theirs:
-            return ""
-        value = theirs[place]
-        return Cell("diverged" if value is None else form.format(value), kind="paper")
-
     lines = [
         [
             row,
             *(_cell(cells.get((row, column)), quantity) for column in columns),
-            *(paper((row, column)) for column in of_paper),
+            *(Cell(theirs.get((row, column), ""), kind="paper") for column in of_paper),
         ]
         for row in rows
     ]
-    steps = {
-        o.cell.column: f"{-(-data['rows']['train'] // o.cell.config.batch_size):,} steps/epoch"
-        for o in found
-    }
+    sizes = {o.cell.column: o.cell.config.batch_size for o in found}
+    steps = {column: math.ceil(record["rows"]["train"] / size) for column, size in sizes.items()}
     header = [
-        Cell(quantity.name, small=f"by {STUDIES[name].rows} and batch size"),
-        *(Cell(column, small=steps[column]) for column in columns),
+        Cell(quantity.name, small=f"by {study.rows} and batch size"),
+        *(Cell(column, small=f"{steps[column]:,} steps/epoch") for column in columns),
         *(Cell(column, small="the paper", kind="paper") for column in of_paper),
     ]
     return Table(header, lines)
@@ -168,27 +151,24 @@ def _cell(outcome: Outcome | None, quantity: Quantity) -> str | Cell:
     shown = outcome.shown(quantity)
     if missing := len(outcome.runs) - len(outcome.results):
         shown += f" ({missing} to come)"
-    links = [
-        f"{RUNS}/{outcome.runs[seed]}/{DIVERGED if result is None else RESULT}"
-        for seed, result in outcome.results.items()
-    ]
+    names = {seed: RESULT if result else DIVERGED for seed, result in outcome.results.items()}
+    links = [f"{RUNS}/{outcome.runs[seed].name}/{name}" for seed, name in names.items()]
     return Cell(shown, links=links)
 
 
-def _doubt(found: Sequence[Outcome], rows: int, quantity: Quantity) -> str:
+def _doubt(study: Study, found: Sequence[Outcome], rows: int) -> str:
     """Why there is no verdict; empty if there is one."""
-    seeds = len(found[0].runs)
-    jobs = max((r["jobs"] for o in found for r in o.finished.values()), default=1)
     if missing := sum(len(o.runs) - len(o.results) for o in found):
         return f"No verdict yet: {plural(missing, 'run')} still to come."
     if few := few_steps(rows, max(o.cell.config.batch_size for o in found)):
         return f"No verdict: {few}"
-    if seeds < MIN_SEEDS and quantity is AUC:
+    if study.quantity is AUC and (seeds := len(found[0].runs)) < MIN_SEEDS:
         return (
             f"No verdict: each cell has {plural(seeds, 'seed')}, and {MIN_SEEDS} are needed to "
             "tell a difference from chance."
         )
-    if jobs > 1 and quantity is MINUTES:
+    jobs = max((r["jobs"] for o in found for r in o.finished.values()), default=1)
+    if study.quantity is MINUTES and jobs > 1:
         return (
             f"No verdict: up to {jobs} runs were trained at a time, so each took longer than it "
             "would alone. Measure times with --jobs 1."
@@ -196,35 +176,32 @@ def _doubt(found: Sequence[Outcome], rows: int, quantity: Quantity) -> str:
     return ""
 
 
-def _verdict(name: str, found: Sequence[Outcome], sizes: Sequence[int]) -> Iterator[str]:
+def _verdict(study: Study, found: Sequence[Outcome], sizes: Sequence[int]) -> Iterator[str]:
     """How the rows compare at the largest batch, and how that compares with the base."""
     cells, rows, _ = grid(found)
+    means = {place: mean for place, o in cells.items() if (mean := o.mean(study.quantity.key))}
     least, most = f"{sizes[0]:,}", f"{sizes[-1]:,}"
-    quantity = STUDIES[name].quantity
-    means = {place: mean for place, o in cells.items() if (mean := o.mean(quantity.key))}
     at_most = {row: means[row, most] for row in rows if (row, most) in means}
-    if quantity is AUC and name != "control" and len(at_most) > 1:  # whose rows differ in data
-        best, worst = (f(at_most, key=lambda row: at_most[row]) for f in (max, min))
+    # The rows of the control differ in data.
+    if study.quantity is AUC and study.name != "control" and len(at_most) > 1:
+        best, worst = (f(at_most, key=at_most.__getitem__) for f in (max, min))
         yield (
             f"At {most}, {best} has the highest test AUC ({AUC.shown(*at_most[best])} %) and "
             f"{worst} the lowest ({AUC.shown(*at_most[worst])} %)"
             f"{_beyond_chance(at_most[best], at_most[worst])}."
         )
-    for row, large in at_most.items():
-        small = means.get((row, least))
-        if small is None or least == most:
-            continue
-        if quantity is MINUTES and row == rows[0]:
-            yield (
-                f"{row} trains an epoch {small[0] / large[0]:.1f} times as fast at {most} as "
-                f"at {least}."
-            )
-        elif quantity is AUC and row in _TOLD:
+    both = [row for row in at_most if (row, least) in means and least != most]
+    if study.quantity is MINUTES and both:
+        times = means[both[0], least][0] / at_most[both[0]][0]
+        yield f"{both[0]} trains an epoch {times:.1f} times as fast at {most} as at {least}."
+    for row in both if study.quantity is AUC else ():
+        if row in _TOLD:
+            small, large = means[row, least], at_most[row]
             yield (
                 f"From {least} to {most}, the AUC of {row} changes by "
                 f"{100 * (large[0] - small[0]):+.3f} points{_beyond_chance(large, small)}."
             )
-    if diverged := sorted({row for (row, _), o in cells.items() if o.mean(quantity.key) is None}):
+    if diverged := sorted({row for row, column in cells.keys() - means.keys()}):
         yield f"Diverged at least once: {', '.join(diverged)}."
 
 
@@ -250,44 +227,38 @@ def _base(record: Mapping[str, Any]) -> str:
     )
 
 
-def _notes(found: Sequence[Outcome], data: Mapping[str, Any]) -> Iterator[str]:
+def _notes(record: Mapping[str, Any], found: Sequence[Outcome]) -> Iterator[str]:
     seeds = max(len(outcome.results) for outcome in found)
     if seeds > 1:
         yield f"{seeds} seeds: mean ± sample standard deviation."
     else:
         yield "One seed: a small difference may be chance."
-    if is_of_the_paper(data):
+    if is_of_the_paper(record):
         epochs = found[0].cell.config.epochs
         yield f"The paper: {EPOCHS} epochs on one V100. Here: {plural(epochs, 'epoch')}."
-    elif data["dataset"] in ("criteo", "avazu"):
+    elif record["dataset"] in ("criteo", "avazu"):
         yield "The paper's numbers are for the full data set, so they are not shown here."
 
 
 def _clips(found: Sequence[Outcome], what: str) -> list[Table]:
     """What the clip did in each cell, by its first run that did not diverge."""
     rows = [
-        [o.cell.row, o.cell.column, str(o.first), o.finished[o.first]["clip"]]
+        [o.cell.row, o.cell.column, str(seed), result["clip"]]
         for o in found
-        if o.first is not None and o.cell.config.hyperparameters.clip is not None
+        for seed, result in list(o.finished.items())[:1]
+        if o.cell.config.hyperparameters.clip is not None
     ]
     header = [what, "batch size", "seed", "what it did over all epochs"]
     return [Table(header, rows, words=True)] if rows else []
 
 
-def _costs(found: Sequence[Outcome], trained: int, rows: int, price: float | None) -> Table:
+def _estimates(rows: int, trained: int, price: float | None) -> Iterator[Quantity]:
     """What an epoch of so many rows takes, by that of the rows that were trained on."""
-    times = rows / trained
-    quantities = [Quantity(MINUTES.key, "minutes", times / 60, 1)]
+    epoch = f"of an epoch of {'Criteo' if rows == CRITEO_ROWS else f'{rows:,} rows'}, estimated"
+    seconds = rows / trained
+    yield Quantity(MINUTES.key, f"minutes {epoch}", seconds / 60, 1)
     if price is not None:
-        quantities.append(Quantity(MINUTES.key, "price", times / 3600 * price, 2))
-    cells, names, columns = grid(found)
-    lines = [
-        [f"{name}, {q.name}", *(_cell(cells.get((name, c)), q) for c in columns)]
-        for name in names
-        for q in quantities
-    ]
-    data = "Criteo" if rows == CRITEO_ROWS else f"{rows:,} rows"
-    return Table([Cell(f"an epoch of {data}", small="estimated"), *columns], lines)
+        yield Quantity(MINUTES.key, f"price {epoch}", seconds / 3600 * price, 2)
 
 
 def compare(
@@ -299,15 +270,10 @@ def compare(
     notes: Iterable[str] = (),
     levels: Mapping[str, float] | None = None,
 ) -> Path:
-    """Write a page that compares finished runs of `train`.
+    """Write a page that compares finished runs of `train`, given by name.
 
-    Args:
-      runs: by name.
-      out: the page.
-      title: of the page.
-      headline: by default which run has the highest test AUC.
-      notes: below the table.
-      levels: of the AUC, to draw across its plot.
+    The headline is by default which run has the highest test AUC. Notes stand below the table;
+    levels of the AUC are drawn across its plot.
 
     Raises:
       UserError: one is no finished run or has no test part, or the page cannot be written.
@@ -322,63 +288,51 @@ def compare(
     doubt = "These are single runs: a small difference may be chance. A sweep has several seeds."
     if len({config["data_sha256"] for config in configs}) > 1:
         doubt = "These runs are of different data, so their AUCs do not compare."
-    if not headline:
-        last = {name: run.result["auc"] for name, run in opened.items()}
-        any_epoch = {n: max(e["auc"] for e in r.result["epochs"]) for n, r in opened.items()}
-        said = []
-        for what, aucs in (("after the last epoch", last), ("after any epoch", any_epoch)):
-            best = max(aucs, key=aucs.__getitem__)
-            said.append(f"{what} {best}, {AUC.shown(aucs[best])} %")
-        headline = f"Highest test AUC: {'; '.join(said)}."
-    table = _runs(opened, out.absolute().parent)
-    sections = [Section("runs", "The runs", doubt=doubt, tables=[table], notes=list(notes))]
-    if values := _differences(configs):
-        differ = Table(["setting", *opened], values)
-        sections.append(Section("values", "What differs", tables=[differ]))
-    sections.append(_by_epoch(opened, levels))
-    return write_page(out, title, sections, configs, headline)
+    table = _side_by_side(opened, out.absolute().parent)
+    sections = [
+        Section("runs", "The runs", doubt=doubt, tables=[table], notes=list(notes)),
+        _by_epoch(opened, levels),
+    ]
+    return write_page(out, title, sections, configs, headline or _best(opened))
 
 
-def _runs(opened: Mapping[str, Run], home: Path) -> Table:
-    """A row for each run, with a link from a page in `home`."""
-    quantities = (AUC, LOG_LOSS, MINUTES)
-    rows = []
-    for name, run in opened.items():
-        size, epochs = run.config["batch_size"], run.result["epochs"]
-        best = max(epochs, key=lambda epoch: epoch["auc"])
-        rows.append(
-            [
-                Cell(name, links=[os.path.relpath(run.path / RESULT, home)]),
-                run.config["rule"],
-                f"{size:,}",
-                *(q.shown(run.result[q.key]) for q in quantities),
-                f"{AUC.shown(best['auc'])} ({best['epoch']} of {len(epochs)})",
-                f"{-(-run.config['rows']['train'] // size):,}",
-            ]
-        )
-    header = ["run", "rule", "batch size", *(q.name for q in quantities), "best epoch"]
-    return Table([*header, "steps/epoch"], rows)
+def _best(opened: Mapping[str, Run]) -> str:
+    """Which run has the highest test AUC, at its end and after any epoch."""
+    last = {name: run.result["auc"] for name, run in opened.items()}
+    top = {n: max(epoch["auc"] for epoch in run.result["epochs"]) for n, run in opened.items()}
+    first, any_first = (max(aucs, key=aucs.__getitem__) for aucs in (last, top))
+    return (
+        f"Highest test AUC: after the last epoch {first}, {AUC.shown(last[first])} %; after any "
+        f"epoch {any_first}, {AUC.shown(top[any_first])} %."
+    )
 
 
-def _differences(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Options and values that are not the same in all runs, each with that of every run."""
-    schedules = ("dense_schedule", "embedding_schedule")
-    options = ("model", "mlp", "embedding_dim", "update", "seed", *schedules)
-    found = []
-    for name in (*options, *configs[0]["scaled"]):
-        values = [{**config, **config["scaled"]}.get(name) for config in configs]
-        shown = [_setting(value) for value in values]
-        if len(set(shown)) > 1:
-            found.append([name, *shown])
-    return found
+def _side_by_side(opened: Mapping[str, Run], home: Path) -> Table:
+    """A column for each run, linked from a page in `home`: results, and settings that differ."""
+    links = [os.path.relpath(run.path / RESULT, home) for run in opened.values()]
+    names = [Cell(name, links=[link]) for name, link in zip(opened, links, strict=True)]
+    both = [(_results(run), _settings(run)) for run in opened.values()]
+    rows = [[key, *(results[key] for results, _ in both)] for key in both[0][0]]
+    differ = [[key, *(settings[key] for _, settings in both)] for key in both[0][1]]
+    return Table(["run", *names], rows + [row for row in differ if len(set(row[1:])) > 1])
 
 
-def _setting(value: Any) -> str:
-    """A value as the command line takes it."""
-    if isinstance(value, Mapping):
-        of = [f"{k}={v:g}" for k, v in value.items() if isinstance(v, float | int)]
-        return ":".join(filter(None, [value["name"], ",".join(of)]))
-    return f"{value:.4g}" if isinstance(value, float) else str(value or "-")
+def _results(run: Run) -> dict[str, str]:
+    epochs = run.result["epochs"]
+    best = max(epochs, key=lambda epoch: epoch["auc"])
+    highest = f"{AUC.shown(best['auc'])} ({best['epoch']} of {len(epochs)})"
+    return {
+        **{q.name: q.shown(run.result[q.key]) for q in (AUC, LOG_LOSS, MINUTES)},
+        "highest test AUC, % (after epoch)": highest,
+        "steps/epoch": f"{math.ceil(run.config['rows']['train'] / run.config['batch_size']):,}",
+    }
+
+
+def _settings(run: Run) -> dict[str, str]:
+    """What may differ between runs: options, and values as they were scaled."""
+    values = {**run.config, **run.config["scaled"]}
+    found = {key: values.get(key) for key in dict.fromkeys([*_OPTIONS, *run.config["scaled"]])}
+    return {k: f"{v:.4g}" if isinstance(v, float) else str(v or "-") for k, v in found.items()}
 
 
 def _by_epoch(opened: Mapping[str, Run], levels: Mapping[str, float] | None) -> Section:

@@ -6,6 +6,7 @@ Pure Python: which runs a study takes is known, and refused if need be, before a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,24 +20,17 @@ from merlin_cowclip.workflows.training.configuration import BASE_FIELDS, TrainCo
 from merlin_cowclip.workflows.training.networks import NETWORKS as OPTIONS
 from merlin_cowclip.workflows.training.options import refuse_unknown
 
-FULL, TOP = "full", "top-3"
-"""The data as it is, and with the three most frequent ids of every field (Table 1, right)."""
-
-NETWORKS = ("deepfm", "wide_and_deep", "dcn", "dcn_v2")
-"""Those of Tables 3 and 4."""
-
-TUNED = "tune"
-"""The row of what tunes found, in place of a rule."""
-
-SEEDS = (1234, 1235, 1236)
-"""The paper's (Appendix H)."""
-
+FULL, TOP = "full", "top-3"  # the data as it is, and with each field's three most frequent ids
+NETWORKS = ("deepfm", "wide_and_deep", "dcn", "dcn_v2")  # of Tables 3 and 4
+TUNED = "tune"  # the row of what tunes found
+SEEDS = (1234, 1235, 1236)  # Appendix H
 VALUES = ("dense_lr", "embedding_lr", "l2", "clip_ratio", "clip_floor")
 """What of a base all rules share; the rest is each rule's recipe."""
 
 _OWN = ("rule", *BASE_FIELDS, "batch_size", "seed")  # of each run's configuration: the study's
 _OPTIONS = tuple(one.name for one in dataclasses.fields(TrainConfig) if one.name not in _OWN)
 _THRESHOLDS = {"global": 25.0, "field": 0.1, "column": 1e-4}  # of clips, at the base batch size
+_TENTHS = (0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 @dataclass(frozen=True)
@@ -48,12 +42,8 @@ class Setting:
       values: of the base that replace those of each rule's recipe, by the names of `VALUES`.
       config: options of `TrainConfig` for every run but the rule, base, batch size and seed.
       seeds: of the runs of each cell.
-      found: what tunes found, each at another of the batch sizes: a row beside the rules, for as
-        many epochs as they.
-
-    Raises:
-      UserError: a value out of range, an unknown name, or what was found is of another network or
-        batch size.
+      found: what tunes found, each at another of the batch sizes and on the same network: a row
+        beside the rules, for as many epochs as they.
     """
 
     batch_sizes: Sequence[int]
@@ -66,16 +56,16 @@ class Setting:
         make_plain(self)
         refuse_unknown("values of a setting", self.values, VALUES)
         refuse_unknown("config of a setting", self.config, _OPTIONS)
-        if not self.batch_sizes or list(self.batch_sizes) != sorted(set(self.batch_sizes)):
+        sizes, tuned_at = list(self.batch_sizes), [config.batch_size for config in self.found]
+        if not sizes or sizes != sorted(set(sizes)):
             raise UserError(
                 "batch_sizes must rise from the base, where the values were tuned. Received: "
-                f"{list(self.batch_sizes)}. Sort them, the base first"
+                f"{sizes}. Sort them, the base first"
             )
-        sizes = [config.batch_size for config in self.found]
-        if len(set(sizes)) < len(sizes) or not set(sizes) <= set(self.batch_sizes):
+        if len(set(tuned_at)) < len(tuned_at) or not set(tuned_at) <= set(sizes):
             raise UserError(
                 "what was tuned must be at one of the batch sizes, and each at another. Received: "
-                f"{sizes}, and batch_sizes {list(self.batch_sizes)}. Name others"
+                f"{tuned_at}, and batch_sizes {sizes}. Name others"
             )
         for config in self.found:
             network_of(config, TrainConfig(**self.config).to_dict())  # whose defaults count
@@ -103,21 +93,18 @@ class Setting:
 def of_tune(
     tuned: TrainConfig, batch_size: int, config: Mapping[str, Any]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """The values and config of a setting whose base, at `batch_size`, is what a tune found.
-
-    `config` goes before its update and schedules, and must be of its network.
-    """
+    """The values and config of a setting whose base, at `batch_size`, is what a tune found."""
     if batch_size != tuned.batch_size:
         raise UserError(
             "the first of the batch sizes must be where the base was tuned. Received: "
             f"{batch_size:,}, and a base tuned at {tuned.batch_size:,}. Begin with that"
         )
     values = {name: getattr(tuned.hyperparameters, name) for name in VALUES}
-    return values, {**_of_run(tuned), **network_of(tuned, config), **config}
+    return values, {**_beside_values(tuned), **network_of(tuned, config), **config}
 
 
-def _of_run(tuned: TrainConfig) -> dict[str, Any]:
-    """What a tune found beside the network and the values; its schedules for any epochs."""
+def _beside_values(tuned: TrainConfig) -> dict[str, Any]:
+    """What a tune found beside network and values; its schedules fit any number of epochs."""
     return {"update": tuned.update, "deterministic": tuned.deterministic, **tuned.schedules()}
 
 
@@ -131,18 +118,11 @@ def batch_sizes(base: int, rows: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a study's table: a run for each seed.
-
-    Attributes:
-      row: where it stands.
-      config: of the run, but for the seed.
-      column: where it stands; by default its batch size.
-      data: `FULL` or `TOP`.
-    """
+    """One cell of a study's table: a run of `config` for each seed, on `data` (`FULL` or `TOP`)."""
 
     row: str
     config: TrainConfig
-    column: str = ""
+    column: str = ""  # by default the batch size
     data: str = FULL
 
     def __post_init__(self) -> None:
@@ -151,19 +131,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number of a run's result, and how it is shown.
-
-    Attributes:
-      key: in `result.json`.
-      name: with its unit.
-      factor: from the result's unit to that.
-      digits: behind the point.
-    """
+    """A number of a run's result: its key there, its name with the unit, and how it is shown."""
 
     key: str
     name: str
-    factor: float
+    factor: float  # from the result's unit to the name's
     digits: int
+    paper_format: str = ""
 
     def shown(self, mean: float, deviation: float = 0.0) -> str:
         """Mean ± deviation; of one run the deviation is 0, and not shown."""
@@ -171,9 +145,9 @@ class Quantity:
         return shown + (f" ± {self.factor * deviation:.{self.digits}f}" if deviation else "")
 
 
-AUC = Quantity("auc", "test AUC, %", 100.0, 3)
-LOG_LOSS = Quantity("log_loss", "test log loss", 1.0, 5)
-MINUTES = Quantity("train_seconds", "minutes of training", 1 / 60, 2)
+AUC = Quantity("auc", "test AUC, %", 100.0, 3, ".2f")
+LOG_LOSS = Quantity("log_loss", "test log loss", 1.0, 5, ".4f")
+MINUTES = Quantity("train_seconds", "minutes of training", 1 / 60, 2, "g")
 
 
 def few_steps(rows: int, batch_size: int) -> str:
@@ -197,23 +171,19 @@ Cells = Callable[[Setting], Iterator[Cell]]
 
 @dataclass(frozen=True)
 class Study:
-    """An experiment of the paper.
-
-    Attributes:
-      cells: the runs of a setting.
-      name: as users type it.
-      title: what it asks.
-      paper: the tables and figures that it repeats.
-      rows: what the rows of its table are; its columns are batch sizes.
-      quantity: what its table has of each cell.
-    """
+    """An experiment of the paper; the columns of its table are batch sizes."""
 
     cells: Cells
     name: str
     title: str
-    paper: str
-    rows: str
+    paper: str  # the tables and figures that it repeats
+    rows: str  # what the rows of its table are
     quantity: Quantity = AUC
+
+    @property
+    def quantities(self) -> tuple[Quantity, ...]:
+        """What a report shows of it."""
+        return (AUC, LOG_LOSS) if self.quantity is AUC else (self.quantity,)
 
 
 STUDIES: dict[str, Study] = {}
@@ -249,10 +219,7 @@ def _base_and_largest(setting: Setting) -> list[int]:
 
 
 def _eighth_and_largest(setting: Setting) -> list[int]:
-    """The paper's two: 8 times the base, and the largest; of the batch sizes that are wanted.
-
-    The nearest by ratio: at the base itself nothing is scaled.
-    """
+    """The paper's two: 8 times the base, or the nearest by ratio, and the largest."""
     middle = min(setting.batch_sizes, key=lambda size: abs(math.log(size / setting.base / 8)))
     return sorted({middle, setting.batch_sizes[-1]})
 
@@ -262,7 +229,7 @@ def _scaling_rules(setting: Setting) -> Iterator[Cell]:
     yield from _by_rule(setting, SCALING_RULES, setting.batch_sizes)
     for found in setting.found:
         config = setting.at(found.hyperparameters)
-        yield Cell(TUNED, dataclasses.replace(config, **_of_run(found)))
+        yield Cell(TUNED, dataclasses.replace(config, **_beside_values(found)))
 
 
 @_study("networks", "Whether CowClip holds in every network", "Tables 3 and 4", "network")
@@ -337,11 +304,8 @@ def _gradients(setting: Setting) -> Iterator[Cell]:
     "learning-rate", "How narrow the good learning rates are", "Figure 2, right", "rule, factor"
 )
 def _learning_rate(setting: Setting) -> Iterator[Cell]:
-    for rule in ("none", "cowclip"):
-        for factor in (0.1, 0.3, 1.0, 3.0, 10.0):
-            for batch_size in _base_and_largest(setting):
-                values = setting.run(rule, batch_size).hyperparameters
-                moved = values.replace(
-                    dense_lr=values.dense_lr * factor, embedding_lr=values.embedding_lr * factor
-                )
-                yield Cell(f"{rule}, η x {factor:g}", setting.at(moved))
+    for rule, factor in itertools.product(("none", "cowclip"), _TENTHS):
+        for batch_size in _base_and_largest(setting):
+            values = setting.run(rule, batch_size).hyperparameters
+            rates = {name: factor * getattr(values, name) for name in ("dense_lr", "embedding_lr")}
+            yield Cell(f"{rule}, η x {factor:g}", setting.at(values.replace(**rates)))

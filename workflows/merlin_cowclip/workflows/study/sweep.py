@@ -1,17 +1,17 @@
 """A study's runs, trained and kept: in one folder, by configuration, each once.
 
 `OUT/sweep.json` describes the data of all runs, `OUT/studies/NAME.json` which runs a study takes,
-and `OUT/runs/` holds them, each named by its configuration: studies share them, and what was
-trained before is not trained again.
+and `OUT/runs/` holds them, each named by its configuration, so that studies share them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import signal
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import Stopped, UserError, check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_pattern, write_json
-from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.studies import (
     FULL,
@@ -33,7 +32,7 @@ from merlin_cowclip.workflows.study.studies import (
     Study,
     few_steps,
 )
-from merlin_cowclip.workflows.study.workers import DIVERGED, Task, run_all
+from merlin_cowclip.workflows.study.workers import Task, is_done, run_all
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.one_at_a_time import alone_in
 from merlin_cowclip.workflows.training.runs import RESULT, columns_of, identity_of
@@ -45,27 +44,21 @@ _TOP_IDS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the runs of a cell came to.
-
-    Attributes:
-      cell: which one.
-      results: of its finished runs, by seed; a run that diverged has `None`.
-      runs: the names of all, by seed.
-    """
+    """What the runs of a cell came to; `runs` are their folders, by seed."""
 
     cell: Cell
-    results: Mapping[int, Mapping[str, Any] | None]
-    runs: Mapping[int, str]
+    runs: Mapping[int, Path]
+
+    @functools.cached_property
+    def results(self) -> dict[int, Mapping[str, Any] | None]:
+        """By seed, of the runs that have ended; a run that diverged has `None`."""
+        ended = {seed: run for seed, run in self.runs.items() if is_done(run)}
+        return {seed: _result(run) for seed, run in ended.items()}
 
     @property
     def finished(self) -> dict[int, Mapping[str, Any]]:
         """The results of those that did not diverge."""
         return {seed: result for seed, result in self.results.items() if result is not None}
-
-    @property
-    def first(self) -> int | None:
-        """The first seed whose run ended, and did not diverge."""
-        return next(iter(self.finished), None)
 
     def mean(self, quantity: str) -> tuple[float, float] | None:
         """Mean and deviation (0 of one run) over seeds; `None` if any run diverged."""
@@ -103,17 +96,18 @@ def sweep(
       jobs: runs trained at a time, a process each.
       command: what prints the table again, for the report.
       base: where the values of the base come from, to be shown, also in the report.
-      progress: whether to say how each run ended, and show a bar on stderr.
+      progress: whether to print how each run ended.
 
     Raises:
       UserError: something cannot be trained, found before any work; or `out` is of other data.
       Stopped: it was interrupted, or one of its processes was; all is saved.
     """
     out = Path(out)
+    say: Callable[..., None] = print if progress else lambda *_, **__: None
     check_whole("jobs", jobs, 1)
     cells = list(study.cells(setting))
     _check(data, cells)
-    _open(out, data)
+    _make_folder(out, data)
     record = {**_record(setting, cells), "base": base, "command": command}
     places = {FULL: data.path, TOP: out / TOP}
     with alone_in(out):  # what two sweeps would write at the same time
@@ -122,35 +116,30 @@ def sweep(
         for folder in (STUDIES_, RUNS):
             (out / folder).mkdir(exist_ok=True)
         write_json(out / STUDIES_ / f"{study.name}.json", record)
-    tasks: dict[str, Task] = {}
-    for cell in record["cells"]:
-        for seed, name in cell["runs"].items():
-            config = {**cell["config"], "seed": int(seed)}
-            what = f"{cell['row']}, batch {config['batch_size']}, seed {seed}"
-            task = Task(what, out / RUNS / name, places[cell["data"]], config, jobs)
-            tasks.setdefault(name, task)
-    todo = [task for task in tasks.values() if not task.is_done]
+    found = outcomes(out, study.name, record)
+    tasks: dict[Path, Task] = {}
+    for cell, runs in ((outcome.cell, outcome.runs) for outcome in found):
+        for seed, run in runs.items():
+            name = f"{cell.row}, batch {cell.config.batch_size}, seed {seed}"
+            config = {**cell.config.to_dict(), "seed": seed}
+            tasks.setdefault(run, Task(name, run, places[cell.data], config, jobs))
+    todo = [task for task in tasks.values() if not is_done(task.run)]
     done = len(tasks) - len(todo)
-    if progress and base:
-        print(f"Base: {base}", flush=True)
-    if progress and (doubt := few_steps(data.rows["train"], setting.batch_sizes[-1])):
-        print(f"Warning: {doubt}")
-    with progress_bar("sweep", len(tasks), " runs", show=progress) as bar:
-        bar.update(done)
-        try:
-            for task in run_all(todo, jobs):
-                done += 1
-                if progress:
-                    bar.write(f"[{done}/{len(tasks)}] {task.name}: {_ended(task.run)}")
-                bar.update()
-        except KeyboardInterrupt as error:
-            raise Stopped(
-                f"interrupted after {done} of {len(tasks)} runs, which are kept in {out}, and what "
-                "was in hand is saved. To go on, give the same command again",
-                error.number if isinstance(error, Stopped) else signal.SIGINT,
-            ) from None
-    # Of this record, not of what another sweep has written meanwhile.
-    return table(study, outcomes(out, study.name, record))
+    if base:
+        say(f"Base: {base}", flush=True)
+    if few := few_steps(data.rows["train"], setting.batch_sizes[-1]):
+        say(f"Warning: {few}", flush=True)
+    try:
+        for task in run_all(todo, jobs):
+            done += 1
+            say(f"[{done}/{len(tasks)}] {task.name}: {_ended(task.run)}", flush=True)
+    except KeyboardInterrupt as error:
+        raise Stopped(
+            f"interrupted after {done} of {len(tasks)} runs, which are kept in {out}, and what "
+            "was in hand is saved. To go on, give the same command again",
+            error.number if isinstance(error, Stopped) else signal.SIGINT,
+        ) from None
+    return table(study, found)
 
 
 def run_name(config: TrainConfig, data: str) -> str:
@@ -160,27 +149,20 @@ def run_name(config: TrainConfig, data: str) -> str:
 
 def read_record(out: Path, name: str) -> dict[str, Any]:
     """What a study's runs are, as its last sweep wrote it."""
-    return _read(out / STUDIES_ / f"{name}.json")
+    return read_json(out / STUDIES_ / f"{name}.json")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote."""
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def outcomes(out: Path, name: str, record: Mapping[str, Any] | None = None) -> list[Outcome]:
-    """What the runs of a study came to, those that ended, cell by cell."""
+    """The runs of a study, cell by cell; of its last sweep, or of a record like that one's."""
     found = []
-    for cell in (record or read_record(out, name))["cells"]:
-        runs = {int(seed): run for seed, run in cell["runs"].items()}
-        results: dict[int, Mapping[str, Any] | None] = {}
-        for seed, run in runs.items():
-            if (out / RUNS / run / RESULT).exists():
-                results[seed] = _read(out / RUNS / run / RESULT)
-            elif (out / RUNS / run / DIVERGED).exists():
-                results[seed] = None
-        config = TrainConfig.from_dict(cell["config"])
-        place = Cell(cell["row"], config, cell["column"], cell["data"])
-        found.append(Outcome(place, results, runs))
+    for of in (record or read_record(out, name))["cells"]:
+        cell = Cell(of["row"], TrainConfig.from_dict(of["config"]), of["column"], of["data"])
+        found.append(Outcome(cell, {int(s): out / RUNS / run for s, run in of["runs"].items()}))
     return found
 
 
@@ -216,10 +198,10 @@ def _check(data: PreparedData, cells: Sequence[Cell]) -> None:
         check_trainable(data, config)
 
 
-def _open(out: Path, data: PreparedData) -> None:
+def _make_folder(out: Path, data: PreparedData) -> None:
     """Make the folder of the runs, or find it to be of these data."""
     refuse_pattern(out, "study")
-    mine = {
+    record = {
         "format": FORMAT_VERSION,
         "data_sha256": identity_of(data),
         **columns_of(data),
@@ -230,10 +212,10 @@ def _open(out: Path, data: PreparedData) -> None:
     with alone_in(out.absolute().parent):
         if not out.exists():
             with all_or_nothing(out) as folder:
-                write_json(folder / RECORD, {**mine, "data": str(data.path.resolve())})
-    record = _read(out / RECORD) if (out / RECORD).exists() else {}
-    if {key: record.get(key) for key in mine} != mine:
-        of = f"of {record['data']} as it was" if record else "which is neither"
+                write_json(folder / RECORD, {**record, "data": str(data.path.resolve())})
+    found = read_json(out / RECORD) if (out / RECORD).exists() else {}
+    if {**found, **record} != found:
+        of = f"of {found['data']} as it was" if found else "which is neither"
         raise UserError(
             f"output folder must not exist, or be of a sweep on the same data. Received: {out}, "
             f"{of}. Name another folder"
@@ -246,9 +228,7 @@ def _record(setting: Setting, cells: Iterable[Cell]) -> dict[str, Any]:
         "values": dict(setting.values),
         "cells": [
             {
-                "row": cell.row,
-                "column": cell.column,
-                "data": cell.data,
+                **vars(cell),
                 "config": cell.config.to_dict(),
                 "runs": {
                     str(seed): run_name(dataclasses.replace(cell.config, seed=seed), cell.data)
@@ -260,8 +240,10 @@ def _record(setting: Setting, cells: Iterable[Cell]) -> dict[str, Any]:
     }
 
 
+def _result(run: Path) -> dict[str, Any] | None:
+    return read_json(run / RESULT) if (run / RESULT).exists() else None
+
+
 def _ended(run: Path) -> str:
-    if not (run / RESULT).exists():
-        return "diverged"
-    result = _read(run / RESULT)
-    return f"AUC {result['auc']:.4f} ({result['train_seconds']:.0f} s)"
+    result = _result(run)
+    return f"AUC {result['auc']:.4f} ({result['train_seconds']:.0f} s)" if result else "diverged"

@@ -29,26 +29,21 @@ _training = threading.Lock()
 
 @dataclass(frozen=True)
 class Task:
-    """A run to train.
+    """A run to train in `run` on the prepared folder `data`, shown by `name`.
 
-    Attributes:
-      name: how it is shown.
-      run: the run folder.
-      data: the prepared folder.
-      config: `TrainConfig.to_dict`.
-      jobs: how many are trained at a time; its result says so, for they lengthen each other's time.
+    Its result holds `jobs`, how many are trained at a time, for they lengthen each other's time.
     """
 
     name: str
     run: Path
     data: Path
-    config: dict[str, Any]
+    config: dict[str, Any]  # `TrainConfig.to_dict`
     jobs: int = 1
 
-    @property
-    def is_done(self) -> bool:
-        """Whether it ended, with a result or without."""
-        return any((self.run / name).exists() for name in (RESULT, DIVERGED))
+
+def is_done(run: Path) -> bool:
+    """Whether it ended, with a result or without."""
+    return any((run / name).exists() for name in (RESULT, DIVERGED))
 
 
 def run_all(tasks: Sequence[Task], jobs: int) -> Iterator[Task]:
@@ -58,12 +53,10 @@ def run_all(tasks: Sequence[Task], jobs: int) -> Iterator[Task]:
       UserError: what a run is refused with, or a process was killed.
       Stopped: a process was told to stop.
     """
-    if not tasks:
-        return
     others = multiprocessing.active_children()
     # Spawned: a fork would lose TensorFlow's threads.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(jobs, len(tasks)), context, _begin, (jobs,))
+    pool = ProcessPoolExecutor(jobs, context, _begin, (jobs,))
     try:
         futures = {pool.submit(_train, task): task for task in tasks}
         for future in as_completed(futures):
@@ -108,7 +101,7 @@ def _train(task: Task) -> bool:
     """Train a run, or resume it, unless another sweep has; false if it was told to stop."""
     try:
         with _training, alone_with(task.run):
-            if not task.is_done:
+            if not is_done(task.run):
                 _train_or_resume(task)
     except KeyboardInterrupt:
         return False
@@ -122,10 +115,10 @@ def alone_with(run: Path, *, wait: bool = True) -> Iterator[bool]:
         how = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
         try:
             fcntl.lockf(file, how, 1, zlib.crc32(run.name.encode()))
-            is_mine = True
         except BlockingIOError:
-            is_mine = False
-        yield is_mine
+            yield False
+        else:
+            yield True
 
 
 def _train_or_resume(task: Task) -> None:
