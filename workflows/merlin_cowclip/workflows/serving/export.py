@@ -145,14 +145,16 @@ def _request_schema(inference: InferenceWorkflow) -> Any:
 
 def _check_raw(run: Run, model: Any, repository: Repository, inputs: Any, *, trust: bool) -> None:
     """Refuse a repository that answers other probabilities than `predict` writes."""
-    from merlin_cowclip.workflows.training.incoming import open_incoming, raw_frame
-    from merlin_cowclip.workflows.training.prediction import scorer
+    from merlin_cowclip.workflows.training.evaluation import Predictor
+    from merlin_cowclip.workflows.training.incoming import open_incoming
+    from merlin_cowclip.workflows.training.prediction import probabilities_of
 
     given = [inputs] if isinstance(inputs, str | Path) else inputs
     incoming = open_incoming(run, given, raw=run.is_adopted, trust_workflow=trust)
-    score, ensemble, checked = scorer(model, run.spec()), repository.ensemble(), 0
-    for batch, rows in incoming.pieces(lambda size: None):
-        differs = np.abs(scored(ensemble, raw_frame(batch)) - np.ravel(score(rows))) > 1e-5
+    predictor, ensemble, checked = Predictor(model), repository.ensemble(), 0
+    for batch, rows in incoming.pieces(int):
+        expected = probabilities_of(predictor, rows, run.spec())
+        differs = np.abs(scored(ensemble, batch.to_pandas()) - expected) > 1e-5
         if differs.any():
             row = checked + int(differs.argmax()) + 1
             raise UserError(
