@@ -15,19 +15,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile, check_columns, open_files
-from merlin_cowclip.workflows.data.adopt.validate import (
-    batches,
-    checked_ids,
-    checked_labels,
-    checked_numbers,
-)
+from merlin_cowclip.workflows.data.adopt.validate import batches
 from merlin_cowclip.workflows.data.prepare.pipeline import READERS
 from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD
 from merlin_cowclip.workflows.data.sources.base import Source
 from merlin_cowclip.workflows.data.sources.files import expand_paths
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.rows import as_rows
+from merlin_cowclip.workflows.training.rows import as_rows, checked_rows
 from merlin_cowclip.workflows.training.runs import Run
 
 if TYPE_CHECKING:
@@ -149,13 +144,7 @@ def _parquet(
                 columns = dict(zip(batch.schema.names, batch.columns, strict=True))
                 out = inference.transform(columns, where)[wanted]
                 rows = pa.RecordBatch.from_pandas(out, preserve_index=False)
-            for name in spec.ids:
-                checked_ids(rows, name, run.config["cardinalities"][name], where)
-            for name in spec.continuous:
-                checked_numbers(rows, name, where)
-            if labelled:
-                checked_labels(rows, spec.label, where)
-            yield batch, as_rows(pa.Table.from_batches([rows]), spec, labelled)
+            yield batch, checked_rows(rows, spec, run.config["cardinalities"], where, labelled)
             advance(batch.num_rows)
 
     paths, size = [file.path for file in files], sum(file.rows for file in files)

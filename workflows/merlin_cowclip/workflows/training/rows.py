@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows.data.adopt import validate
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 
 Groups = list[tuple[Path, pq.FileMetaData, int]]
@@ -22,6 +23,26 @@ def as_rows(table: pa.Table, spec: DatasetSpec, labelled: bool = True) -> pa.Tab
     kinds |= dict.fromkeys(spec.lists, pa.list_(pa.int64()))
     schema = pa.schema(kinds | ({spec.label: pa.float32()} if labelled else {}))
     return table.select(schema.names).cast(schema, safe=False)  # safe: not from float64
+
+
+def checked_rows(
+    batch: pa.RecordBatch,
+    spec: DatasetSpec,
+    cardinalities: Mapping[str, int],
+    where: validate.BatchLocation,
+    labelled: bool,
+) -> pa.Table:
+    """What a workflow of the user's encoded, `as_rows`; refuses the first bad value.
+
+    Ids must be in range, numbers finite, labels 0 or 1.
+    """
+    for name in spec.ids:
+        validate.checked_ids(batch, name, cardinalities[name], where)
+    for name in spec.continuous:
+        validate.checked_numbers(batch, name, where)
+    if labelled:
+        validate.checked_labels(batch, spec.label, where)
+    return as_rows(pa.Table.from_batches([batch]), spec, labelled)
 
 
 def groups_of(footers: dict[Path, pq.FileMetaData]) -> Groups:
