@@ -99,24 +99,21 @@ class WorkflowOperator(TransformWorkflow):
 
     def _column(self, name: str, request: Mapping[str, np.ndarray]) -> pa.Array:
         """A column of a request for the user's own workflow."""
-        if f"{name}__offsets" in request:
-            offsets, values = request[f"{name}__offsets"], request[f"{name}__values"]
-        elif request[name].ndim == 2:  # lists of one length
-            rows, length = request[name].shape
-            offsets, values = np.arange(rows + 1, dtype=np.int32) * length, request[name].ravel()
+        offsets = request.get(f"{name}__offsets")
+        values = request[name if offsets is None else f"{name}__values"]
+        if values.ndim == 2:  # lists of one length
+            rows, length = values.shape
+            offsets, values = np.arange(rows + 1, dtype=np.int32) * length, values.ravel()
+        if values.dtype == object:  # Triton has no null: an empty text is one
+            column = pa.array(values, pa.binary(), mask=values == b"")
+            if element_type(self._encoder.types[name]) != pa.binary():
+                try:
+                    column = column.cast(pa.string())
+                except pa.ArrowInvalid:
+                    raise UserError(f"column {name!r} is not UTF-8. Encode it") from None
         else:
-            return self._values(name, request[name])
-        return pa.ListArray.from_arrays(pa.array(offsets), self._values(name, values))
-
-    def _values(self, name: str, values: np.ndarray) -> pa.Array:
-        if values.dtype != object:
-            return pa.array(values, from_pandas=True)
-        texts = pa.array(values, pa.binary(), mask=values == b"")  # Triton has no null: empty
-        try:
-            is_binary = element_type(self._encoder.types[name]) == pa.binary()
-            return texts if is_binary else texts.cast(pa.string())
-        except pa.ArrowInvalid:
-            raise UserError(f"column {name!r} is not UTF-8. Encode it") from None
+            column = pa.array(values, from_pandas=True)
+        return column if offsets is None else pa.ListArray.from_arrays(pa.array(offsets), column)
 
     def _inputs(self, encoded: Mapping[str, np.ndarray]) -> TensorTable:
         """Encoded columns under the network's names, and ids as it numbers them."""

@@ -32,19 +32,17 @@ class Loader(tf.data.Dataset):
     """Batches of one split of a prepared folder, in the format of Merlin's models.
 
     It can be used where `mm.Loader` can: `model.fit(loader, epochs=…)`, `evaluate`, `predict`,
-    `validation_data=`, `mm.sample_batch`, `for features, labels in loader`.
+    `validation_data=`, `mm.sample_batch`, `for features, labels in loader`. It is a
+    `tf.data.Dataset`, because `fit` reads Keras's `Sequence` in an order of its own.
 
     **Order.** Epoch e is a permutation of the row groups and, in windows of `WINDOW_ROWS`, of the
     rows, drawn from (seed, e); without shuffling it is the order on disk. Rank r of n takes rows
     r·b/n to (r+1)·b/n of each batch of b. So a run can resume at any (epoch, batch), also on
-    another number of ranks. Each rank reads all rows.
+    another number of ranks.
 
     **Epochs.** A pass over the loader reads epoch `loader.epoch`. In a `fit` of several epochs, the
     callback `FollowEpochs(loader)` sets it; without the callback every epoch has the same order.
     `fit(loader.dataset(epochs=None), epochs=10, steps_per_epoch=len(loader))` needs no callback.
-
-    It is a `tf.data.Dataset`, not a Keras `Sequence` as Merlin's loader, because `fit` reads a
-    `Sequence` in an order of its own. Batches are made ahead in threads.
 
     Args:
       data: the prepared folder.
