@@ -149,7 +149,6 @@ def test_dataset_starts_in_the_middle(data, small_windows):
         assert_same_batches(as_numpy(rest), expected[9:])
     endless = loader.dataset(epochs=None, epoch=2, start=9)
     assert_same_batches(as_numpy(endless.take(20)), expected[9:29])
-    assert loader.epoch == 0
     assert as_numpy(loader.dataset(start=len(loader))) == []
 
 
@@ -174,7 +173,6 @@ def test_it_has_what_merlin_asks_of_a_loader(data):
     prepared, _ = mm.sample_batch(loader)
     assert isinstance(prepared["genres"], tf.RaggedTensor)
     assert_same_batches([loader.peek()], [first])
-    assert loader.epoch == 0
     assert_same_batches(list(loader), loader.batches(0))
     assert_same_batches([loader.peek()], [first])
     assert loader.batch_size == BATCH
@@ -239,6 +237,3 @@ def test_a_place_that_is_not_there_is_refused(data):
             ask(start=15)
     with pytest.raises(UserError, match="epochs must be a whole number of at least 1. Received: 0"):
         loader.dataset(epochs=0)
-    loader.epoch = -1
-    with pytest.raises(tf.errors.OpError, match="epoch must be a whole number of at least 0"):
-        next(iter(loader))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
 
@@ -40,9 +40,8 @@ class Loader(tf.data.Dataset):
     r·b/n to (r+1)·b/n of each batch of b. So a run can resume at any (epoch, batch), also on
     another number of ranks.
 
-    **Epochs.** A pass over the loader reads epoch `loader.epoch`. In a `fit` of several epochs, the
-    callback `FollowEpochs(loader)` sets it; without the callback every epoch has the same order.
-    `fit(loader.dataset(epochs=None), epochs=10, steps_per_epoch=len(loader))` needs no callback.
+    **Epochs.** The loader itself is epoch 0, in every pass. Several epochs, each in its own order:
+    `fit(loader.dataset(epochs=None), epochs=10, steps_per_epoch=len(loader))`.
 
     Args:
       data: the prepared folder.
@@ -56,7 +55,6 @@ class Loader(tf.data.Dataset):
         epoch. By default they are a smaller last batch on one rank, and are dropped on several.
 
     Attributes:
-      epoch: the epoch that a pass over the loader reads, 0 unless set.
       rows: rows of the split.
       rows_per_epoch: rows in the batches of an epoch, on all ranks together.
       schema, input_schema, output_schema: of the columns with the label, as Merlin's.
@@ -94,7 +92,7 @@ class Loader(tf.data.Dataset):
                 "drop_last must not be False on several ranks, whose batches must be equal. "
                 f"Received: drop_last=False, ranks={ranks}. Leave it out, or use one rank."
             )
-        self.data, self.batch_size, self.ranks, self.epoch = data, batch_size, ranks, 0
+        self.data, self.batch_size, self.ranks = data, batch_size, ranks
         self._groups = groups_of(data.footers(part))
         sizes = [footer.row_group(number).num_rows for _, footer, number in self._groups]
         shuffled = part == "train" if shuffle is None else bool(shuffle)
@@ -108,7 +106,7 @@ class Loader(tf.data.Dataset):
                 f"batch size must not exceed the {name} rows. Received: batch size {batch_size}, "
                 f"{self.rows} rows in {data.path}. Choose a smaller batch or prepare more rows."
             )
-        self._batches = self._as_dataset(lambda: self._blocks(self.epoch, 1, 0), len(self))
+        self._batches = self.dataset()
         super().__init__(self._batches._variant_tensor)
 
     def _inputs(self) -> list[tf.data.Dataset]:
@@ -131,7 +129,7 @@ class Loader(tf.data.Dataset):
     input_schema = output_schema = schema
 
     def peek(self) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-        """The first batch of a pass over the loader, for `mm.sample_batch`."""
+        """The first batch, for `mm.sample_batch`."""
         return next(iter(self))
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
@@ -143,6 +141,7 @@ class Loader(tf.data.Dataset):
         Raises:
           UserError: no such epoch or start.
         """
+        self._check_place(epoch, 1, start)
         return (
             ({name: array[i] for name, array in features.items()}, labels[i])
             for features, labels in self._blocks(epoch, 1, start)
@@ -150,7 +149,7 @@ class Loader(tf.data.Dataset):
         )
 
     def dataset(self, *, epochs: int | None = 1, epoch: int = 0, start: int = 0) -> tf.data.Dataset:
-        """The same as a `tf.data.Dataset` that does not depend on `loader.epoch`.
+        """The batches of some epochs as a `tf.data.Dataset`.
 
         To resume a run in the middle of an epoch, train the rest of that epoch and then the others:
         `fit(loader.dataset(epoch=e, start=k), initial_epoch=e, epochs=e + 1)` and
@@ -168,8 +167,24 @@ class Loader(tf.data.Dataset):
           UserError: no such epoch or start.
         """
         self._check_place(epoch, epochs, start)
-        count = None if epochs is None else epochs * len(self) - start
-        dataset = self._as_dataset(lambda: self._blocks(epoch, epochs, start), count)
+        spec = self.data.spec
+        kinds = dict.fromkeys(spec.categorical, tf.int64)
+        kinds |= dict.fromkeys(spec.continuous, tf.float32)
+        features = {name: tf.TensorSpec([None, None, 1], kind) for name, kind in kinds.items()}
+        for name in spec.lists:
+            for end in ("values", "offsets"):
+                features[f"{name}__{end}"] = tf.TensorSpec([None, None], tf.int64)
+        dataset = tf.data.Dataset.from_generator(
+            lambda: self._blocks(epoch, epochs, start),
+            output_signature=(features, tf.TensorSpec([None, None, 1], tf.float32)),
+        ).unbatch()
+        count = tf.data.INFINITE_CARDINALITY if epochs is None else epochs * len(self) - start
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(count))
+        options = tf.data.Options()
+        # TensorFlow would make batches ahead as well, in threads of its own that come into Python.
+        options.experimental_optimization.inject_prefetch = False
+        options.experimental_optimization.map_parallelization = False
+        dataset = dataset.with_options(options)
         dataset.batch_size, dataset.ranks = self.batch_size, self.ranks
         return dataset
 
@@ -198,7 +213,6 @@ class Loader(tf.data.Dataset):
 
         The next block is made, and the next window read, while one is used.
         """
-        self._check_place(epoch, epochs, start)
         spec, size = self.data.spec, self.batch_size // self.ranks
         together = 1 if spec.lists else max(BLOCK_ROWS // size, 1)
 
@@ -213,39 +227,3 @@ class Loader(tf.data.Dataset):
                             yield features_of(part, spec, n), labels
 
         return prefetch(made())
-
-    def _as_dataset(
-        self, blocks: Callable[[], Iterator[Batch]], count: int | None
-    ) -> tf.data.Dataset:
-        """`count` batches; `blocks` is called when an iterator's first one is asked for."""
-        spec = self.data.spec
-        kinds = dict.fromkeys(spec.categorical, tf.int64)
-        kinds |= dict.fromkeys(spec.continuous, tf.float32)
-        features = {name: tf.TensorSpec([None, None, 1], kind) for name, kind in kinds.items()}
-        for name in spec.lists:
-            for end in ("values", "offsets"):
-                features[f"{name}__{end}"] = tf.TensorSpec([None, None], tf.int64)
-        signature = (features, tf.TensorSpec([None, None, 1], tf.float32))
-        dataset = tf.data.Dataset.from_generator(blocks, output_signature=signature).unbatch()
-        size = tf.data.INFINITE_CARDINALITY if count is None else count
-        options = tf.data.Options()
-        # TensorFlow would make batches ahead as well, in threads of its own that come into Python.
-        options.experimental_optimization.inject_prefetch = False
-        options.experimental_optimization.map_parallelization = False
-        return dataset.apply(tf.data.experimental.assert_cardinality(size)).with_options(options)
-
-
-class FollowEpochs(tf.keras.callbacks.Callback):
-    """Sets `loader.epoch` to Keras's epoch number, so that each epoch of a `fit` has its own order.
-
-    It works with `initial_epoch` and `BackupAndRestore`. `loader.repeat().prefetch(n)` starts an
-    epoch too early for it; `loader.dataset(epochs=None).prefetch(n)` needs no callback.
-    """
-
-    def __init__(self, loader: Loader) -> None:
-        super().__init__()
-        self._loader = loader
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Set the loader's epoch; the first batch is read after this."""
-        self._loader.epoch = epoch
