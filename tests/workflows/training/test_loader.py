@@ -199,7 +199,6 @@ def test_a_batch_larger_than_the_training_part_is_refused(data):
         ({"ranks": 0}, "ranks must be a whole number of at least 1. Received: 0"),
         ({"ranks": 2, "rank": 2}, "rank must be a whole number from 0 to 1. Received: 2"),
         ({"ranks": 7}, "multiple of the number of ranks, .* 300, 7 ranks. Choose another"),
-        ({"ranks": 2, "drop_last": False}, "drop_last must not be False on several ranks"),
         ({"part": "valid"}, "part must be one of train, test. Received: part='valid'"),
     ],
 )

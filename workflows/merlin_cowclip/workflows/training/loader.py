@@ -52,7 +52,7 @@ class Loader(tf.data.Dataset):
       rank: which share of each batch is wanted, from 0.
       ranks: how many share a batch.
       drop_last: whether to drop the rows of an epoch that fill no batch, others in each shuffled
-        epoch. By default they are a smaller last batch on one rank, and are dropped on several.
+        epoch; they are a smaller last batch otherwise. On several ranks they are always dropped.
 
     Attributes:
       rows: rows of the split.
@@ -74,7 +74,7 @@ class Loader(tf.data.Dataset):
         shuffle: bool | None = None,
         rank: int = 0,
         ranks: int = 1,
-        drop_last: bool | None = None,
+        drop_last: bool = False,
     ) -> None:
         if part not in PARTS:
             raise UserError(f"part must be one of {', '.join(PARTS)}. Received: part={part!r}")
@@ -87,16 +87,11 @@ class Loader(tf.data.Dataset):
                 "batch size must be a multiple of the number of ranks, which share each batch. "
                 f"Received: batch size {batch_size}, {ranks} ranks. Choose another"
             )
-        if ranks > 1 and drop_last is not None and not drop_last:
-            raise UserError(
-                "drop_last must not be False on several ranks, whose batches must be equal. "
-                f"Received: drop_last=False, ranks={ranks}. Leave it out, or use one rank."
-            )
         self.data, self.batch_size, self.ranks = data, batch_size, ranks
         self._groups = groups_of(data.footers(part))
         sizes = [footer.row_group(number).num_rows for _, footer, number in self._groups]
         shuffled = part == "train" if shuffle is None else bool(shuffle)
-        drop = ranks > 1 if drop_last is None else bool(drop_last)
+        drop = drop_last or ranks > 1
         self._order = Order(sizes, batch_size, seed, shuffled, rank, ranks, drop)
         self.rows = self._order.rows
         self.rows_per_epoch = min(len(self) * batch_size, self.rows)
