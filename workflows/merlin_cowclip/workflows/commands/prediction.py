@@ -21,7 +21,6 @@ from merlin_cowclip.workflows.commands.options import (
 from merlin_cowclip.workflows.errors import UserError
 
 if TYPE_CHECKING:
-    from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.training.runs import Run
 
 
@@ -65,7 +64,7 @@ def evaluate(run: Path, data: tuple[str, ...], raw: bool, quiet: bool, **options
     On the test part of the run's own data or of another prepared folder DATA, or on raw logs, as
     predict reads them.
     """
-    from merlin_cowclip.workflows.data.prepared_data import RECORD
+    from merlin_cowclip.workflows.data.prepared_data import RECORD, PreparedData
     from merlin_cowclip.workflows.training.runs import Run
 
     opened = Run.open(run, trust_workflow=options["trust_workflow"])
@@ -73,7 +72,8 @@ def evaluate(run: Path, data: tuple[str, ...], raw: bool, quiet: bool, **options
     if not data or (len(data) == 1 and os.path.exists(os.path.join(data[0], name))):
         if raw:
             raise UserError("--raw is for raw logs. Received: it with prepared data. Leave it out")
-        prepared = _with_test_part(opened, *data)
+        prepared = PreparedData.open(data[0]) if data else opened.data()
+        opened.check_vocabulary(prepared)
         from merlin_cowclip.workflows.training import evaluation
         from merlin_cowclip.workflows.training.loader import Loader
 
@@ -112,17 +112,3 @@ def predict(run: Path, input: tuple[str, ...], out: Path, quiet: bool, **options
 
     rows = predict_logs(opened, input, out, progress=not quiet, **options)
     print(f"{rows:,} rows, {said_of(opened, options['which'])}: {out}")
-
-
-def _with_test_part(run: Run, given: str | None = None) -> PreparedData:
-    """The run's data, or those given, which must have its columns and ids."""
-    from merlin_cowclip.workflows.data.prepared_data import PreparedData
-
-    data = run.data() if given is None else PreparedData.open(given)
-    if not data.test_files:
-        raise UserError(
-            f"the data must have a test part. Received: {data.path}, adopted without one. Name a "
-            "prepared folder that has one, behind the run"
-        )
-    run.check_vocabulary(data)
-    return data

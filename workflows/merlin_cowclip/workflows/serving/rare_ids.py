@@ -133,8 +133,6 @@ def rare_costs(
 
     data = run.data() if data is None else data
     run.check_vocabulary(data)
-    if not data.test_files:
-        raise UserError(f"--rare needs a test split; {data.path} has none. Name others with --data")
     chosen = [rare_ids(data, percent) for percent in percents]
     model, loader = run.model(which), Loader(data, "test", batch_size=EVALUATION_BATCH)
     predictor = Predictor(model)

@@ -95,7 +95,9 @@ class Loader(tf.data.Dataset):
         self._order = Order(sizes, batch_size, seed, shuffled, rank, ranks, drop)
         self.rows = self._order.rows
         self.rows_per_epoch = min(len(self) * batch_size, self.rows)
-        if not self.rows or (batch_size > self.rows and (part == "train" or drop)):
+        if not self.rows:
+            raise UserError(f"{data.path} has no {part} rows. Name data that has a {part} split")
+        if batch_size > self.rows and (part == "train" or drop):
             name = "training" if part == "train" else part
             raise UserError(
                 f"batch size must not exceed the {name} rows. Received: batch size {batch_size}, "
