@@ -171,10 +171,8 @@ def trained(loader: Loader, values: Hyperparameters) -> Iterator[tuple[Rows, dic
         return rows, counts, norms, tf.cast(counts, tf.float32) * least
 
     first = dict(zip(layer.fields, spec.row_offsets, strict=False))
-    for epoch in range(EPOCHS):
-        loader.epoch = epoch
-        for features, labels in loader:
-            yield Rows(*(tensor.numpy() for tensor in step(features, labels))), first
+    for features, labels in loader.dataset(epochs=EPOCHS):
+        yield Rows(*(tensor.numpy() for tensor in step(features, labels))), first
 
 
 if __name__ == "__main__":

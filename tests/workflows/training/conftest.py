@@ -8,7 +8,7 @@ import pytest
 
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.training import order, rows
+from merlin_cowclip.workflows.training import loader, order
 
 from .batches import ROWS, SPEC, TRAIN
 from .interrupted import Runs
@@ -58,7 +58,7 @@ def on_disk(data) -> dict[str, pd.DataFrame]:
 def small_windows(monkeypatch) -> int:
     """Windows of two row groups and of a number of rows that no batch divides."""
     monkeypatch.setattr(order, "WINDOW_ROWS", 320)
-    monkeypatch.setattr(rows, "BLOCK_ROWS", 80)
+    monkeypatch.setattr(loader, "BLOCK_ROWS", 80)
     return 320
 
 

@@ -13,10 +13,7 @@ import pytest
 from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, recipe
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
-from merlin_cowclip.workflows.training.learning_rates import (
-    keras_schedule,
-    plain_schedule,
-)
+from merlin_cowclip.workflows.training.learning_rates import schedule_of
 from merlin_cowclip.workflows.training.networks import NETWORKS
 
 BASE = {"base_batch_size": 256, "dense_lr": 5e-3, "l2": 1e-4}
@@ -228,9 +225,8 @@ def test_what_means_the_same_has_one_identity(one, other):
 def test_schedules(schedule, factors):
     """A quarter of an epoch of seven updates is no whole number of them."""
     rate, steps = 3e-3, 7
-    made = keras_schedule(
-        plain_schedule("dense_schedule", schedule), rate, epochs=10, steps_per_epoch=steps
-    )
+    config = TrainConfig(rule="none", dense_lr=rate, dense_schedule=schedule, epochs=10)
+    made = schedule_of(config, "dense", steps)
     found = [float(made(step)) for step in range(10 * steps)]
     expected = [rate * factors(step / steps) for step in range(10 * steps)]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-9)

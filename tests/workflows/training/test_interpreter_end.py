@@ -6,22 +6,20 @@ ENDS = """
 import os, sys, time
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.training import order
-from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.rows import Reader
+from merlin_cowclip.workflows.training import loader as module, order
 
 order.WINDOW_ROWS = 320
-stock = Reader.read
+stock = module.read
 
-def slow(reader, window):
+def slow(groups, spec):
     os.write(1, b"begun, ")
     time.sleep(0.05)  # so that something is being read, at any time
-    rows = stock(reader, window)
+    rows = stock(groups, spec)
     os.write(1, b"done, ")
     return rows
 
-Reader.read = slow
-loader = Loader(PreparedData.open(sys.argv[1]), batch_size=1_200)
+module.read = slow
+loader = module.Loader(PreparedData.open(sys.argv[1]), batch_size=1_200)
 iterators = [
     iterator
     for _ in range(2)

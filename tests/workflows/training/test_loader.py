@@ -149,7 +149,6 @@ def test_dataset_starts_in_the_middle(data, small_windows):
         assert_same_batches(as_numpy(rest), expected[9:])
     endless = loader.dataset(epochs=None, epoch=2, start=9)
     assert_same_batches(as_numpy(endless.take(20)), expected[9:29])
-    assert loader.epoch == 0
     assert as_numpy(loader.dataset(start=len(loader))) == []
 
 
@@ -174,7 +173,6 @@ def test_it_has_what_merlin_asks_of_a_loader(data):
     prepared, _ = mm.sample_batch(loader)
     assert isinstance(prepared["genres"], tf.RaggedTensor)
     assert_same_batches([loader.peek()], [first])
-    assert loader.epoch == 0
     assert_same_batches(list(loader), loader.batches(0))
     assert_same_batches([loader.peek()], [first])
     assert loader.batch_size == BATCH
@@ -201,7 +199,6 @@ def test_a_batch_larger_than_the_training_part_is_refused(data):
         ({"ranks": 0}, "ranks must be a whole number of at least 1. Received: 0"),
         ({"ranks": 2, "rank": 2}, "rank must be a whole number from 0 to 1. Received: 2"),
         ({"ranks": 7}, "multiple of the number of ranks, .* 300, 7 ranks. Choose another"),
-        ({"ranks": 2, "drop_last": False}, "drop_last must not be False on several ranks"),
         ({"part": "valid"}, "part must be one of train, test. Received: part='valid'"),
     ],
 )
@@ -226,7 +223,7 @@ def test_a_part_of_which_nothing_would_be_left_is_refused(data, options):
 def test_a_part_without_rows_is_refused(data):
     """An adopted pipeline may have no test part."""
     record = {**data.record, "files": {"train": [], "test": []}, "rows": {"train": 0, "test": 0}}
-    with pytest.raises(UserError, match="must not exceed the test rows. Received: .*, 0 rows in"):
+    with pytest.raises(UserError, match="has no test rows. Name data that has a test split"):
         Loader(PreparedData(data.path, data.spec, record), "test", batch_size=BATCH)
 
 
@@ -239,6 +236,3 @@ def test_a_place_that_is_not_there_is_refused(data):
             ask(start=15)
     with pytest.raises(UserError, match="epochs must be a whole number of at least 1. Received: 0"):
         loader.dataset(epochs=0)
-    loader.epoch = -1
-    with pytest.raises(tf.errors.OpError, match="epoch must be a whole number of at least 0"):
-        next(iter(loader))

@@ -3,7 +3,6 @@
 import itertools
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,24 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from merlin_cowclip.workflows.training import order as module
-from merlin_cowclip.workflows.training.order import Order, RowGroup
-
-
-def groups_of(*sizes: int) -> tuple[RowGroup, ...]:
-    return tuple(RowGroup(Path("a.parquet"), i, rows) for i, rows in enumerate(sizes))
+from merlin_cowclip.workflows.training.order import Order
 
 
 def epoch_of(order: Order, epoch: int) -> list[list[int]]:
     """Each batch's rows, by their place on disk."""
-    starts = dict(zip(order.groups, np.cumsum([0, *(g.rows for g in order.groups)]), strict=False))
-    on_disk = np.concatenate(
-        [
-            np.concatenate([starts[g] + np.arange(g.rows) for g in w.groups])[order.of_rows(w)]
-            for w in order.windows(epoch)
-        ]
-    )
-    size = order.batch_size // order.ranks
-    return [on_disk[k * size : (k + 1) * size].tolist() for k in range(order.batches)]
+    ends = np.cumsum(order.group_rows)
+    on_disk = [np.arange(end - n, end) for n, end in zip(order.group_rows, ends, strict=True)]
+    taken = [
+        np.concatenate([on_disk[g] for g in groups])[rows] for groups, rows in order.windows(epoch)
+    ]
+    found, size = np.concatenate([[], *taken]), order.batch_size // order.ranks
+    return [found[k * size : (k + 1) * size].astype(int).tolist() for k in range(order.batches)]
 
 
 ORDERS = {  # (seed, epoch): rows, in batches of 5 and windows of 9 rows or a little more
@@ -46,14 +39,14 @@ def test_the_order_is_the_same_in_every_version(monkeypatch, seed, epoch):
     A change of these numbers is a change of format: a run begun before cannot go on after it.
     """
     monkeypatch.setattr(module, "WINDOW_ROWS", 9)
-    batches = epoch_of(Order(groups_of(4, 4, 4, 2, 4, 4, 2), 5, seed), epoch)
+    batches = epoch_of(Order((4, 4, 4, 2, 4, 4, 2), 5, seed), epoch)
     assert " | ".join(" ".join(map(str, batch)) for batch in batches) == ORDERS[seed, epoch]
 
 
 def test_groups_and_rows_are_drawn_apart(monkeypatch):
     """As NumPy pads seeds with zeros, [seed, epoch] and [seed, epoch, 0] are one stream."""
-    order = Order(groups_of(*[4] * 16), 10)
-    monkeypatch.setattr(module, "WINDOW_ROWS", len(order.groups))  # so that both are as many
+    order = Order([4] * 16, 10)
+    monkeypatch.setattr(module, "WINDOW_ROWS", len(order.group_rows))  # so that both are as many
     drawn = []
     permuted = module.permutation
     monkeypatch.setattr(
@@ -83,10 +76,10 @@ def test_ranks_share_an_epoch_that_holds_every_row_once(
 ):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "WINDOW_ROWS", window_rows)
-        groups, size = groups_of(*sizes), batch * ranks
-        whole = epoch_of(Order(groups, size, seed, shuffled), epoch)
+        size = batch * ranks
+        whole = epoch_of(Order(sizes, size, seed, shuffled), epoch)
         shares = [
-            epoch_of(Order(groups, size, seed, shuffled, rank, ranks, drop_last=True), epoch)
+            epoch_of(Order(sizes, size, seed, shuffled, rank, ranks, drop_last=True), epoch)
             for rank in range(ranks)
         ]
         rows = list(itertools.chain(*whole))

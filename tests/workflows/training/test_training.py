@@ -15,11 +15,11 @@ from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.training import loader as loader_module
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
 from merlin_cowclip.workflows.training.evaluation import predict
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.rows import Reader
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 
@@ -221,12 +221,12 @@ def test_an_evaluation_reads_the_test_part_once(model, data, monkeypatch):
     loader = Loader(data, "test", batch_size=300)  # the last batch is smaller
     reads = []
     monkeypatch.setattr(
-        Reader,
+        loader_module,
         "read",
-        lambda self, window, read=Reader.read: (reads.append(window), read(self, window))[1],
+        lambda *given, read=loader_module.read: (reads.append(given), read(*given))[1],
     )
     labels, probabilities = predict(model, loader)
-    assert len(reads) == len(loader._order.windows(0)) == 1
+    assert len(reads) == len([*loader._order.windows(0)]) == 1
     expected = model.predict(loader.dataset().map(lambda features, _: features), verbose=0)
     np.testing.assert_allclose(probabilities, expected.ravel(), rtol=0, atol=1e-7)
     on_disk = pd.concat([pd.read_parquet(file) for file in data.test_files])["bought"]

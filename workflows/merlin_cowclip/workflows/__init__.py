@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.training.configuration import TrainConfig
     from merlin_cowclip.workflows.training.evaluation import evaluate, predict
     from merlin_cowclip.workflows.training.keeping import Keeping
-    from merlin_cowclip.workflows.training.loader import FollowEpochs, Loader
+    from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.prediction import evaluate_logs, predict_logs
     from merlin_cowclip.workflows.training.runs import Run
     from merlin_cowclip.workflows.training.train import resume, train

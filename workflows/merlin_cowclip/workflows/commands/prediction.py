@@ -21,7 +21,6 @@ from merlin_cowclip.workflows.commands.options import (
 from merlin_cowclip.workflows.errors import UserError
 
 if TYPE_CHECKING:
-    from merlin_cowclip.workflows.training.evaluation import Quality
     from merlin_cowclip.workflows.training.runs import Run
 
 
@@ -41,7 +40,7 @@ def said_of(run: Run, which: str) -> str:
     return f"by the {which} checkpoint, epoch {epoch} of {epochs}"
 
 
-def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
+def _scoring(function: Callable[..., Any]) -> Callable[..., Any]:
     for one in (
         *(quiet, trust_workflow, checkpoint),
         option("--batch-size", type=SIZE, default=8192, help="rows predicted at a time"),
@@ -58,31 +57,38 @@ def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.command(cls=Command, example="evaluate run --checkpoint best")
 @argument("run", type=PATH)
 @argument("data", nargs=-1, metavar="[DATA|LOG...]")
-@_reading
-def evaluate(run: Path, data: tuple[str, ...], raw: bool, **values: Any) -> None:
+@_scoring
+def evaluate(run: Path, data: tuple[str, ...], raw: bool, quiet: bool, **options: Any) -> None:
     """Evaluate a finished run: exact AUC, log loss and calibration.
 
     On the test part of the run's own data or of another prepared folder DATA, or on raw logs, as
     predict reads them.
     """
-    from merlin_cowclip.workflows.data.prepared_data import RECORD
+    from merlin_cowclip.workflows.data.prepared_data import RECORD, PreparedData
     from merlin_cowclip.workflows.training.runs import Run
 
-    opened = Run.open(run, trust_workflow=values["trust_workflow"])
+    opened = Run.open(run, trust_workflow=options["trust_workflow"])
     name = RECORD if opened.is_adopted else "."
     if not data or (len(data) == 1 and os.path.exists(os.path.join(data[0], name))):
         if raw:
             raise UserError("--raw is for raw logs. Received: it with prepared data. Leave it out")
-        part, (quality, rows, where) = "test ", _on_prepared(opened, data, values)
+        prepared = PreparedData.open(data[0]) if data else opened.data()
+        opened.check_vocabulary(prepared)
+        from merlin_cowclip.workflows.training import evaluation
+        from merlin_cowclip.workflows.training.loader import Loader
+
+        loader = Loader(prepared, "test", batch_size=options["batch_size"])
+        quality = evaluation.evaluate(opened.model(options["which"]), loader)
+        part, rows, where = "test ", loader.rows, str(prepared.path)
     else:
         from merlin_cowclip.workflows.training.prediction import evaluate_logs
 
+        quality, rows = evaluate_logs(opened, data, raw=raw, progress=not quiet, **options)
         part, where = "", f"{data[0]}{f' and {len(data) - 1} more' if data[1:] else ''}"
-        quality, rows = evaluate_logs(opened, data, raw=raw, **_options(values))
     print(
         f"{part}AUC {quality.auc:.6f}, log loss {quality.log_loss:.6f}, calibration "
         f"{quality.calibration:.4f} on {rows:,} rows of {where}, "
-        f"{said_of(opened, values['which'])}"
+        f"{said_of(opened, options['which'])}"
     )
 
 
@@ -90,8 +96,8 @@ def evaluate(run: Path, data: tuple[str, ...], raw: bool, **values: Any) -> None
 @argument("run", type=PATH)
 @argument("input", nargs=-1, required=True, metavar="LOG...")
 @option("--out", required=True, type=PATH, metavar="PARQUET", help="file to write")
-@_reading
-def predict(run: Path, input: tuple[str, ...], out: Path, raw: bool, **values: Any) -> None:
+@_scoring
+def predict(run: Path, input: tuple[str, ...], out: Path, quiet: bool, **options: Any) -> None:
     """Write a finished run's probabilities for raw logs.
 
     A LOG, with or without the label, is a file or glob as prepare took the run's own, or parquet;
@@ -101,33 +107,8 @@ def predict(run: Path, input: tuple[str, ...], out: Path, raw: bool, **values: A
     """
     from merlin_cowclip.workflows.training.runs import Run
 
-    opened = Run.open(run, trust_workflow=values["trust_workflow"])
+    opened = Run.open(run, trust_workflow=options["trust_workflow"])
     from merlin_cowclip.workflows.training.prediction import predict_logs
 
-    rows = predict_logs(opened, input, out, raw=raw, **_options(values))
-    print(f"{rows:,} rows, {said_of(opened, values['which'])}: {out}")
-
-
-def _options(values: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: values[name] for name in ("which", "trust_workflow", "batch_size")}
-    return {**kept, "progress": not values["quiet"]}
-
-
-def _on_prepared(
-    run: Run, given: tuple[str, ...], values: dict[str, Any]
-) -> tuple[Quality, int, str]:
-    """Quality on the test part of prepared data, its rows, and where it lies."""
-    from merlin_cowclip.workflows.data.prepared_data import PreparedData
-
-    data = PreparedData.open(given[0]) if given else run.data()
-    if not data.test_files:
-        raise UserError(
-            f"the data must have a test part. Received: {data.path}, adopted without one. Name a "
-            "prepared folder that has one, behind the run"
-        )
-    run.check_vocabulary(data)
-    from merlin_cowclip.workflows.training.evaluation import evaluate
-    from merlin_cowclip.workflows.training.loader import Loader
-
-    loader = Loader(data, "test", batch_size=values["batch_size"])
-    return evaluate(run.model(values["which"]), loader), data.rows["test"], str(data.path)
+    rows = predict_logs(opened, input, out, progress=not quiet, **options)
+    print(f"{rows:,} rows, {said_of(opened, options['which'])}: {out}")

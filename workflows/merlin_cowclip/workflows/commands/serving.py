@@ -55,7 +55,16 @@ from merlin_cowclip.workflows.errors import UserError
 @checkpoint
 @trust_workflow
 @quiet
-def export(run: Path, out: Path | None, backend: str, trust_workflow: bool, **values: Any) -> None:
+def export(
+    run: Path,
+    out: Path | None,
+    rare: list[float] | None,
+    drop_rare: float | None,
+    check_raw: tuple[str, ...],
+    data: Path | None,
+    quiet: bool,
+    **options: Any,
+) -> None:
     """Write a finished run as a Triton model repository.
 
     For NVIDIA's server, with Merlin Systems: raw rows without the label in, click probabilities
@@ -65,44 +74,31 @@ def export(run: Path, out: Path | None, backend: str, trust_workflow: bool, **va
     from merlin_cowclip.workflows.folders import refuse_existing
     from merlin_cowclip.workflows.training.runs import Run
 
-    rare, check_raw = list(values["rare"] or ()), list(values["check_raw"])
-    drop_rare, data = values["drop_rare"], values["data"]
     if out is None and (drop_rare is not None or not rare):
         raise UserError("export needs --out REPOSITORY, or only --rare P for a report")
     if out is not None:
         refuse_existing(out)
-    opened = Run.open(run, trust_workflow=trust_workflow)
-    options: dict[str, Any] = {
-        "which": values["which"],
-        "data": None if data is None else PreparedData.open(data),
-        "progress": not values["quiet"],
-    }
+    opened = Run.open(run, trust_workflow=options["trust_workflow"])
+    both: dict[str, Any] = {"which": options.pop("which"), "progress": not quiet}
+    both["data"] = None if data is None else PreparedData.open(data)
     from merlin_cowclip.workflows.serving.export import export
     from merlin_cowclip.workflows.serving.rare_ids import rare_costs
 
-    dropped = [] if drop_rare is None else [drop_rare]
-    percents = [*dict.fromkeys([*rare, *dropped])]
-    for cost in rare_costs(opened, percents, **options) if percents else ():
+    percents = [*dict.fromkeys([*(rare or ()), *([] if drop_rare is None else [drop_rare])])]
+    for cost in rare_costs(opened, percents, **both) if percents else ():
         print(cost)
     if out is None:
         return
-    repository = export(
-        opened,
-        out,
-        backend=backend,
-        drop_rare=drop_rare,
-        check_raw=check_raw or None,
-        trust_workflow=trust_workflow,
-        **options,
-    )
+    options |= {"drop_rare": drop_rare, "check_raw": check_raw or None}
+    repository = export(opened, out, **options, **both)
     record = repository.record
     if check_raw:
         print("--check-raw: the exported model answers as predict")
     print(
         f"{repository.path}: {len(record['columns'])} columns in, {record['output']} out, "
-        f"{said_of(opened, options['which'])}"
+        f"{said_of(opened, both['which'])}"
     )
-    version = " --backend-config=tensorflow,version=2" * (backend == "tensorflow")
+    version = " --backend-config=tensorflow,version=2" * (record["backend"] == "tensorflow")
     print(f"tritonserver{version} --model-repository={repository.path.resolve()}")
     needed = ", ".join(f"{name} {version}" for name, version in record["packages"].items())
     print(f"The server's Python needs: {needed}")

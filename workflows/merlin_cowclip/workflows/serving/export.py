@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
+from pyarrow import types
 
 from merlin_cowclip.workflows import folders
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow, element_type
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.sources.base import is_text
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import progress_bar
@@ -22,11 +22,6 @@ from merlin_cowclip.workflows.training.runs import Run
 
 CHECKED_ROWS = 10_000  # of --check-raw
 BACKENDS = ("python", "tensorflow")
-PACKAGES = (  # that the server's Python needs
-    *("merlin-cowclip", "merlin-systems", "merlin-core", "nvtabular"),
-    *("tensorflow", "pandas", "pyarrow"),
-)
-_NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
 _MODEL_PY = "from merlin_cowclip.workflows.serving.triton_model import TritonPythonModel\n"
 
 
@@ -80,18 +75,17 @@ def export(
         from merlin_cowclip.workflows.serving.network import PROBABILITY, Network
         from merlin_cowclip.workflows.serving.workflow_operator import WorkflowOperator
 
-        spec = run.spec()
         if run.is_adopted:
             inference = run.inference(trust=trust_workflow)
             workflow, raw = inference.workflow, _request_schema(inference)
         else:
-            workflow = run.workflow(trust=trust_workflow).remove_inputs([spec.label])
+            workflow = run.workflow(trust=trust_workflow).remove_inputs([run.spec().label])
             raw = workflow.input_schema
         bar.update()
         model = run.model(which)
         if rare is not None:
             drop(model, rare)
-        network = Network(model, spec)
+        network = Network(model, run.spec())
         bar.update()
         encode = WorkflowOperator(run, workflow, raw, network.input_schema, rare)
         ensemble = systems.Ensemble(raw.column_names >> encode >> network, raw)
@@ -101,7 +95,7 @@ def export(
         with folders.all_or_nothing(out) as folder:
             entry, models = ensemble.export(str(folder), runtime=runtime, name=ENTRY)
             (folder / ENTRY / "1/model.py").write_text(_MODEL_PY, encoding="utf-8")
-            type_name = systems.model_config.DataType.Name
+            kind_of = systems.model_config.DataType.Name
             record = {
                 "format": FORMAT,
                 "run": str(run.path.resolve()),
@@ -109,10 +103,10 @@ def export(
                 "backend": backend,
                 "dropped": rare and {"percent": rare.percent, "most": rare.most},
                 "columns": list(raw.column_names),
-                "inputs": {one.name: str(type_name(one.data_type)) for one in entry.input},
+                "inputs": {one.name: str(kind_of(one.data_type)) for one in entry.input},
                 "output": PROBABILITY,
                 "models": [entry.name, *(model.name for model in models)],
-                "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+                "packages": folders.package_versions("merlin-systems", "tensorflow"),
             }
             folders.write_json(folder / RECORD, {**record, "manifest": manifest_of(folder)})
             if check_raw is not None:
@@ -125,19 +119,19 @@ def _request_schema(inference: InferenceWorkflow) -> Any:
     """The schema of the raw columns of a request, or a UserError if Triton has no type for one."""
     from merlin.schema import Schema
 
-    columns, none = [], []
+    columns, without = [], []
     for column in inference.workflow.input_schema:
         if column.name in inference.required:
             kind = element_type(inference.types[column.name])
-            if kind is None or pa.types.is_string(kind) or pa.types.is_binary(kind):
+            if kind is None or is_text(kind):
                 columns.append(column.with_dtype("string"))
-            elif any(is_kind(kind) for is_kind in _NUMBERS):
+            elif types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
                 columns.append(column.with_dtype(kind.to_pandas_dtype()))
             else:
-                none.append(f"{column.name!r} ({kind})")
-    if none:
+                without.append(f"{column.name!r} ({kind})")
+    if without:
         raise UserError(
-            f"Triton has no type for {', '.join(none)}. Fit the workflow on columns of text, "
+            f"Triton has no type for {', '.join(without)}. Fit the workflow on columns of text, "
             "numbers or booleans, or lists of them"
         )
     return Schema(columns)
@@ -145,14 +139,16 @@ def _request_schema(inference: InferenceWorkflow) -> Any:
 
 def _check_raw(run: Run, model: Any, repository: Repository, inputs: Any, *, trust: bool) -> None:
     """Refuse a repository that answers other probabilities than `predict` writes."""
-    from merlin_cowclip.workflows.training.incoming import open_incoming, raw_frame
-    from merlin_cowclip.workflows.training.prediction import scorer
+    from merlin_cowclip.workflows.training.evaluation import Predictor
+    from merlin_cowclip.workflows.training.incoming import open_incoming
+    from merlin_cowclip.workflows.training.prediction import probabilities_of
 
     given = [inputs] if isinstance(inputs, str | Path) else inputs
     incoming = open_incoming(run, given, raw=run.is_adopted, trust_workflow=trust)
-    score, ensemble, checked = scorer(model, run.spec()), repository.ensemble(), 0
-    for batch, rows in incoming.pieces(lambda size: None):
-        differs = np.abs(scored(ensemble, raw_frame(batch)) - np.ravel(score(rows))) > 1e-5
+    predictor, ensemble, checked = Predictor(model), repository.ensemble(), 0
+    for batch, rows in incoming.pieces(int):
+        expected = probabilities_of(predictor, rows, run.spec())
+        differs = np.abs(scored(ensemble, batch.to_pandas()) - expected) > 1e-5
         if differs.any():
             row = checked + int(differs.argmax()) + 1
             raise UserError(

@@ -1,23 +1,18 @@
-"""Import Merlin Systems without its log messages and without its side effects on this process.
+"""Import Merlin Systems without its log messages and with all of the GPU's memory.
 
 Merlin Systems needs `tritonclient`, but does not declare it.
 """
 
 from __future__ import annotations
 
-import os
-
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
-
-_SLOW = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"  # Merlin Systems selects the slow parser by it
 
 with quiet_imports():
     import tensorflow as tf
 
     # Merlin Systems limits TensorFlow to half of the GPU's memory unless it is initialized.
     tf.config.list_logical_devices()
-    before = os.environ.get(_SLOW)
     try:
         import tritonclient.grpc.model_config_pb2 as model_config
         from merlin.dag.runtime import Runtime
@@ -33,10 +28,6 @@ with quiet_imports():
             f"export needs Merlin Systems and tritonclient, but {error.name} is not installed. "
             "Install the extra: pip install 'merlin-cowclip[serve]'"
         ) from None
-    finally:
-        os.environ.pop(_SLOW, None)
-        if before is not None:
-            os.environ[_SLOW] = before
 
 __all__ = ["Ensemble", "PredictTensorflow", "PredictTensorflowTriton", "TransformWorkflow"]
 __all__ += ["Runtime", "TritonExecutorRuntime", "model_config", "tf"]

@@ -85,7 +85,7 @@ class Network(PredictTensorflow):
                 name = column.name + end
                 specs[name] = tf.TensorSpec([None], kind, name=name)
 
-        @tf.function(input_signature=[specs])
+        @tf.function(input_signature=[specs], autograph=False)
         def serve(inputs: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
             return {PROBABILITY: self._predicted(inputs)}
 
@@ -96,13 +96,11 @@ class Network(PredictTensorflow):
             module.weights = list(graph.graph.variables)
             tf.saved_model.save(module, os.fspath(path), signatures={_SIGNATURE: graph})
 
-    @tf.autograph.experimental.do_not_convert
     def _predicted(self, inputs: Mapping[str, tf.Tensor]) -> tf.Tensor:
         """As `Predictor` computes them."""
-        features = {
-            name: inputs[argument_name(name)][:, tf.newaxis]
-            for name in (*self._spec.categorical, *self._spec.continuous)
-        }
+        features = {}
+        for name in (*self._spec.categorical, *self._spec.continuous):
+            features[name] = inputs[argument_name(name)][:, tf.newaxis]
         for name in self._spec.lists:
             for end in ("__values", "__offsets"):
                 features[name + end] = tf.cast(inputs[argument_name(name) + end], tf.int64)

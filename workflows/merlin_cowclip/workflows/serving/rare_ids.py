@@ -128,29 +128,24 @@ def rare_costs(
         test split, or only one label in it.
     """
     from merlin_cowclip.models.ctr_block import embeddings_of
-    from merlin_cowclip.plugins._tensorflow import tf
-    from merlin_cowclip.workflows.training import evaluation
+    from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, Predictor, QualityOf
     from merlin_cowclip.workflows.training.loader import Loader
 
     data = run.data() if data is None else data
     run.check_vocabulary(data)
-    if not data.test_files:
-        raise UserError(f"--rare needs a test split; {data.path} has none. Name others with --data")
     chosen = [rare_ids(data, percent) for percent in percents]
-    model, loader = run.model(which), Loader(data, "test", batch_size=evaluation.EVALUATION_BATCH)
-    predictor = evaluation.Predictor(model)
+    model, loader = run.model(which), Loader(data, "test", batch_size=EVALUATION_BATCH)
+    predictor = Predictor(model)
     keys = {f"{f}__values" if f in data.spec.lists else f: f for f in data.spec.ids}
-    found = [evaluation.QualityOf() for _ in range(1 + len(chosen))]
+    found = [QualityOf() for _ in (None, *chosen)]
     with progress_bar("rare ids", loader.rows, show=progress) as bar:
-        for features, labels in loader.dataset():
-            known = labels.numpy().ravel()
-            answers = [features]
-            for rare in chosen:
-                ids = {k: tf.gather(rare.answered_as[f], features[k]) for k, f in keys.items()}
-                answers.append({**features, **ids})
-            for quality, given in zip(found, answers, strict=True):
-                quality.add(known, predictor.probabilities(given))
-            bar.update(len(known))
+        for features, labels in loader.batches():
+            for quality, rare in zip(found, (None, *chosen), strict=True):
+                given = dict(features)
+                if rare is not None:
+                    given |= {k: rare.answered_as[f][features[k]] for k, f in keys.items()}
+                quality.add(labels.ravel(), predictor.probabilities(given))
+            bar.update(len(labels))
     with_all, *without = (quality.quality().auc for quality in found)
     widths = [layer.table.dtype.size * layer.dim for layer in embeddings_of(model).values()]
     costs, tables, rows = [], len(widths), data.table_rows

@@ -26,9 +26,8 @@ _AGAIN = "Export the run again"
 class Repository:
     """An exported run; open one with `Repository.open`.
 
-    `executor_model/` is the ensemble: the run's workflow and, with backend "python", the network.
-    With backend "tensorflow" the network is a model of its own, `0_predicttensorflowtriton/`.
-    `export.json` has inputs, outputs, the packages that a server needs, and a manifest.
+    `executor_model/` is the ensemble: the run's workflow and, with backend "python", the network;
+    with "tensorflow" the network is in `0_predicttensorflowtriton/`. `export.json` is `record`.
     """
 
     path: Path
@@ -44,12 +43,11 @@ class Repository:
         path = Path(path)
         try:
             record = json.loads((path / RECORD).read_text(encoding="utf-8"))
-            version = record["format"]
-        except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise UserError(f"{path} is not a model repository: {error!r}. {_AGAIN}") from None
-        if version != FORMAT:
+        if record.get("format") != FORMAT:
             raise UserError(
-                f"{path / RECORD} has format {version!r}; this version reads format "
+                f"{path / RECORD} has format {record.get('format')!r}; this version reads format "
                 f"{FORMAT}. {_AGAIN}"
             )
         return cls(path, record)
@@ -65,7 +63,6 @@ class Repository:
         Raises:
           UserError: the manifest does not confirm a file, or the extra is not installed.
         """
-        folder = self.path / ENSEMBLE
         if not trust:
             remedy = f"{_AGAIN}, or, if you trust its code: ensemble(trust=True)"
             manifest = self.record["manifest"]
@@ -73,14 +70,15 @@ class Repository:
         from merlin_cowclip.workflows.data.adopt.graph import nodes
         from merlin_cowclip.workflows.serving import merlin_systems as systems
 
-        ensemble = systems.Ensemble.load(str(folder))
+        folder = str(self.path / ENSEMBLE)
+        ensemble = systems.Ensemble.load(folder)
         for node in nodes(ensemble.graph.output_node):
             if isinstance(node.op, systems.PredictTensorflowTriton):  # which would ask a server
                 model = self.path / node.op.tf_model_name / "1/model.savedmodel"
                 node.op = node.op.op
                 node.op.load(model)
             else:
-                node.op.load_artifacts(str(folder))
+                node.op.load_artifacts(folder)
         return ensemble
 
     def predict(self, frame: pd.DataFrame, *, trust: bool = False) -> np.ndarray:

@@ -18,14 +18,15 @@ import pandas as pd
 import pyarrow as pa
 
 from merlin_cowclip.plugins._checks import argument_name
-from merlin_cowclip.workflows.data.adopt import validate
 from merlin_cowclip.workflows.data.adopt.graph import load_saved
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow, element_type
+from merlin_cowclip.workflows.data.adopt.validate import BatchLocation
 from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.merlin_systems import PredictTensorflow, TransformWorkflow
-from merlin_cowclip.workflows.serving.prepared_rows import Column, PreparedRows
+from merlin_cowclip.workflows.serving.prepared_rows import PreparedRows
 from merlin_cowclip.workflows.serving.rare_ids import RareIds
+from merlin_cowclip.workflows.training.rows import checked_rows, features_of
 from merlin_cowclip.workflows.training.runs import Run
 
 with quiet_imports():
@@ -36,7 +37,7 @@ with quiet_imports():
 
 FOLDER = "workflow"  # of an ensemble
 _NO_ROWS = "the request has no rows"
-_REQUEST = validate.BatchLocation(Path("the request"))
+_REQUEST = BatchLocation(Path("the request"))
 
 
 class WorkflowOperator(TransformWorkflow):
@@ -64,9 +65,8 @@ class WorkflowOperator(TransformWorkflow):
         """Load it again, and index its vocabularies."""
         if artifact_path:  # Merlin also calls this without one
             workflow, spec = load_saved(Path(artifact_path) / FOLDER), self.spec
-            self._prepared = None if self.is_adopted else PreparedRows(workflow, spec)
-            if self.is_adopted:
-                self._adopted = InferenceWorkflow(workflow, spec)
+            encoder: Any = InferenceWorkflow if self.is_adopted else PreparedRows
+            self._encoder = encoder(workflow, spec)
             self.workflow = workflow
 
     compute_output_schema = PredictTensorflow.compute_output_schema  # that of this operator
@@ -82,89 +82,71 @@ class WorkflowOperator(TransformWorkflow):
         if isinstance(transformable, TensorTable):
             request = transformable.to_dict()
             _check_lengths(request)
-            if self._prepared is not None:
-                return self._inputs(self._prepared.encode(request))
+            if not self.is_adopted:
+                return self._inputs(self._encoder.encode(request))
             columns = {name: self._column(name, request) for name in names}
         elif len(transformable):
             columns = {name: transformable[name] for name in names}
         else:
             raise UserError(_NO_ROWS)
         if self.is_adopted:
-            rows = self._adopted.transform(columns, _REQUEST)
+            frame = self._encoder.transform(columns, _REQUEST)
         else:
-            rows = self.workflow.transform(pd.DataFrame(columns))
-        return self._inputs(self._checked(rows))
+            frame = self.workflow.transform(pd.DataFrame(columns))
+        batch = pa.RecordBatch.from_pandas(frame[[*self.spec.fields]], preserve_index=False)
+        rows = checked_rows(batch, self.spec, self.cardinalities, _REQUEST, labelled=False)
+        return self._inputs({n: a.ravel() for n, a in features_of(rows, self.spec).items()})
 
     def _column(self, name: str, request: Mapping[str, np.ndarray]) -> pa.Array:
         """A column of a request for the user's own workflow."""
-        if f"{name}__offsets" in request:
-            offsets, values = request[f"{name}__offsets"], request[f"{name}__values"]
-        elif request[name].ndim == 2:  # lists of one length
-            rows, length = request[name].shape
-            offsets, values = np.arange(rows + 1, dtype=np.int32) * length, request[name].ravel()
+        offsets = request.get(f"{name}__offsets")
+        values = request[name if offsets is None else f"{name}__values"]
+        if values.ndim == 2:  # lists of one length
+            rows, length = values.shape
+            offsets, values = np.arange(rows + 1, dtype=np.int32) * length, values.ravel()
+        if values.dtype == object:  # Triton has no null: an empty text is one
+            column = pa.array(values, pa.binary(), mask=values == b"")
+            if element_type(self._encoder.types[name]) != pa.binary():
+                try:
+                    column = column.cast(pa.string())
+                except pa.ArrowInvalid:
+                    raise UserError(f"column {name!r} is not UTF-8. Encode it") from None
         else:
-            return self._values(name, request[name])
-        return pa.ListArray.from_arrays(pa.array(offsets), self._values(name, values))
+            column = pa.array(values, from_pandas=True)
+        return column if offsets is None else pa.ListArray.from_arrays(pa.array(offsets), column)
 
-    def _values(self, name: str, values: np.ndarray) -> pa.Array:
-        if values.dtype != object:
-            return pa.array(values, from_pandas=True)
-        texts = pa.array(values, pa.binary(), mask=values == b"")  # Triton has no null: empty
-        try:
-            is_binary = element_type(self._adopted.types[name]) == pa.binary()
-            return texts if is_binary else texts.cast(pa.string())
-        except pa.ArrowInvalid:
-            raise UserError(f"column {name!r} is not UTF-8. Encode it") from None
-
-    def _checked(self, rows: pd.DataFrame) -> dict[str, Column]:
-        """The columns of encoded rows: ids in range, and finite numbers."""
-        lists, found = dict.fromkeys(self.spec.lists, pa.list_(pa.int64())), dict[str, Column]()
-        batch = pa.RecordBatch.from_pydict(
-            {name: pa.array(rows[name], lists.get(name)) for name in self.spec.fields}
-        )
-        for name in self.spec.ids:
-            ids = validate.checked_ids(batch, name, self.cardinalities[name], _REQUEST)
-            offsets = batch.column(name).offsets.to_numpy() if name in lists else None
-            found[name] = ids.astype(np.int64), offsets
-        for name in self.spec.continuous:
-            numbers = validate.checked_numbers(batch, name, _REQUEST)
-            found[name] = numbers.astype(np.float32), None
-        return found
-
-    def _inputs(self, encoded: Mapping[str, Column]) -> TensorTable:
-        """Encoded columns as the network takes them."""
-        found: dict[str, np.ndarray] = {}
-        for field, (values, offsets) in encoded.items():
-            name = argument_name(field)
-            if field in self.renumbered:
-                values = self.renumbered[field][values].astype(np.int64)
-            found[name if offsets is None else f"{name}__values"] = values
-            if offsets is not None:
-                found[f"{name}__offsets"] = offsets
+    def _inputs(self, encoded: Mapping[str, np.ndarray]) -> TensorTable:
+        """Encoded columns under the network's names, and ids as it numbers them."""
+        found = {}
+        for name in self.spec.fields:
+            is_list = name in self.spec.lists
+            values = encoded[f"{name}__values" if is_list else name]
+            if name in self.renumbered:
+                values = self.renumbered[name][values].astype(np.int64)
+            found[argument_name(name) + "__values" * is_list] = values
+            if is_list:
+                offsets = encoded[f"{name}__offsets"].astype(np.int32)
+                found[f"{argument_name(name)}__offsets"] = offsets
         return TensorTable(found)
 
 
 def _check_lengths(request: Mapping[str, np.ndarray]) -> None:
     """Refuse columns of different lengths, invalid offsets, and no rows."""
     rows = {}
-    for name, values in request.items():
+    for name, array in request.items():
         field, is_offsets, _ = name.partition("__offsets")
         if is_offsets:
-            held, rows[name] = len(request[f"{field}__values"]), len(values) - 1
-            if not len(values) or values[0] or values[-1] != held or (np.diff(values) < 0).any():
+            held, rows[field] = len(request[f"{field}__values"]), len(array) - 1
+            if not len(array) or array[0] or array[-1] != held or (np.diff(array) < 0).any():
                 raise UserError(
                     f"{name!r} must rise from 0 to {held:,}, the number of values. Received: "
-                    f"{clipped(str(values.tolist()))}"
+                    f"{clipped(str(array.tolist()))}"
                 )
         elif f"{name.removesuffix('__values')}__offsets" not in request:
-            rows[name] = len(values)
-    few, many = min(rows, key=rows.__getitem__), max(rows, key=rows.__getitem__)
-    if rows[few] != rows[many]:
-        raise UserError(
-            f"columns differ in their number of rows: {rows[few]:,} in {few!r}, {rows[many]:,} in "
-            f"{many!r}"
-        )
-    if not rows[few]:
+            rows[name] = len(array)
+    if len({*rows.values()}) > 1:
+        raise UserError(f"columns differ in their number of rows: {clipped(str(rows))}")
+    if not any(rows.values()):
         raise UserError(_NO_ROWS)
 
 

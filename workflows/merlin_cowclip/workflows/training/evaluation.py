@@ -39,23 +39,11 @@ class Quality(NamedTuple):
     calibration: float
 
 
-def _check_probabilities(predictions: np.ndarray) -> None:
-    """Refuse numbers below 0 or above 1; NaN is reported once all rows are known."""
-    wrong = predictions[(predictions < 0) | (predictions > 1)]
-    if len(wrong):
-        raise UserError(
-            f"predictions must be probabilities, 0 to 1. Received: {wrong[0]:.6g}, and "
-            f"{len(wrong) - 1:,} others. End the model in a sigmoid, and take its loss "
-            "of probabilities (from_logits=False)"
-        )
-
-
 class QualityOf:
     """The quality of predictions that come batch by batch, all of which it holds."""
 
     def __init__(self) -> None:
-        self._clicked: list[np.ndarray] = []
-        self._found: list[np.ndarray] = []
+        self._clicked, self._found = [np.empty(0, bool)], [np.empty(0, np.float32)]
 
     def add(self, labels: np.ndarray, probabilities: np.ndarray) -> None:
         """Take a batch: n labels, 0 or 1, and n probabilities."""
@@ -64,8 +52,7 @@ class QualityOf:
 
     def quality(self, ranks: int = 1) -> Quality:
         """Of all that was added, also on other ranks, each row on one of them."""
-        clicked = np.concatenate([np.empty(0, bool), *self._clicked])
-        found = np.concatenate([np.empty(0, np.float32), *self._found])
+        clicked, found = np.concatenate(self._clicked), np.concatenate(self._found)
         self._clicked, self._found = [clicked], [found]  # the parts take as much once more
         if ranks > 1:
             from merlin_cowclip.plugins.distributed.horovod import all_gather
@@ -89,12 +76,12 @@ class QualityOf:
             total += float(some.sum(dtype=np.float64))
             limited = np.clip(some.astype(np.float64), 1e-7, 1 - 1e-7)
             loss -= float(np.log(np.where(here, limited, 1 - limited)).sum())
-        wins = wins_twice(found[clicked], found[~clicked])
-        return Quality(wins / (2 * clicks * (rows - clicks)), loss / rows, total / clicks)
+        auc = _wins(found[clicked], found[~clicked]) / (2 * clicks * (rows - clicks))
+        return Quality(auc, loss / rows, total / clicks)
 
 
-def wins_twice(ones: np.ndarray, zeros: np.ndarray) -> int:
-    """2 for each pair of which the one is greater, 1 for each tie; sorts both where they lie."""
+def _wins(ones: np.ndarray, zeros: np.ndarray) -> int:
+    """2 for each pair of which the one is greater, 1 for each tie; sorts both in place."""
     ones.sort()
     zeros.sort()
     wins = 0  # Python's: 10⁸ rows have 10¹⁵ pairs
@@ -120,24 +107,17 @@ class Predictor:
         found = QualityOf()
         for labels, probabilities in self.batches(loader, rank, ranks):
             found.add(labels, probabilities)
+        if rank >= len(loader) % ranks > 0 and is_in_shards(self._model):
+            self.probabilities(loader.peek()[0])  # other ranks, with a batch more, look rows up
         with agreed():
             return found.quality(ranks)
 
     def batches(
         self, loader: Loader, rank: int = 0, ranks: int = 1
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Labels and probabilities, by batch, b float32 each; of every `ranks`-th alone.
-
-        Tables in shards are looked up on all ranks at once: one that has a batch less than others
-        ends with an empty one.
-        """
-        done = 0
+        """Labels and probabilities of every `ranks`-th batch, b float32 each."""
         for features, labels in itertools.islice(loader.dataset(), rank, None, ranks):
             yield labels.numpy().ravel(), self.probabilities(features)
-            done += 1
-        if done < -(-len(loader) // ranks) and is_in_shards(self._model):
-            spec, _ = loader.element_spec
-            self.probabilities({name: _empty(name, one) for name, one in spec.items()})
 
     def probabilities(self, features: dict[str, Any]) -> np.ndarray:
         """Of one batch, b float32."""
@@ -153,14 +133,15 @@ class Predictor:
                 "a model must predict one probability for each row. Received: "
                 f"{type(predictions).__name__} of shape {shape}. Evaluate a model of one output"
             )
-        found = np.asarray(predictions, np.float32).ravel()
-        _check_probabilities(found)
+        found: np.ndarray = np.asarray(predictions, np.float32).ravel()
+        wrong = found[(found < 0) | (found > 1)]  # NaN is reported once all rows are known
+        if len(wrong):
+            raise UserError(
+                f"predictions must be probabilities, 0 to 1. Received: {wrong[0]:.6g}, and "
+                f"{len(wrong) - 1:,} others. End the model in a sigmoid, and take its loss "
+                "of probabilities (from_logits=False)"
+            )
         return found
-
-
-def _empty(name: str, spec: tf.TensorSpec) -> tf.Tensor:
-    """An input of no rows; the offsets of a list are one more than its rows."""
-    return tf.zeros([int(name.endswith("__offsets")), *spec.shape[1:]], spec.dtype)
 
 
 def predict(model: mm.Model, loader: Loader) -> tuple[np.ndarray, np.ndarray]:

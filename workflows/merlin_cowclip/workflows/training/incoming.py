@@ -1,8 +1,7 @@
 """Rows from outside, as the inputs of a run's model: raw ones through the run's own workflow.
 
-The saved workflow encodes them, and not what `prepare` encodes with: it is what is served, and all
-that an adopted pipeline has. Files are read in parts and in order, so that memory is bounded at any
-size.
+The saved workflow encodes them, not what `prepare` encodes with: it is what is served, and all that
+an adopted pipeline has. Files are read in parts, so that memory is bounded.
 """
 
 from __future__ import annotations
@@ -13,24 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import pyarrow as pa
 
 from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile, check_columns, open_files
-from merlin_cowclip.workflows.data.adopt.validate import (
-    BatchLocation,
-    batches,
-    checked_ids,
-    checked_labels,
-    checked_numbers,
-)
+from merlin_cowclip.workflows.data.adopt.validate import batches
 from merlin_cowclip.workflows.data.prepare.pipeline import READERS
 from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD
 from merlin_cowclip.workflows.data.sources.base import Source
 from merlin_cowclip.workflows.data.sources.files import expand_paths
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.rows import Rows
+from merlin_cowclip.workflows.training.rows import as_rows, checked_rows
 from merlin_cowclip.workflows.training.runs import Run
 
 if TYPE_CHECKING:
@@ -49,16 +41,16 @@ class Incoming:
         size: of them all.
         unit: of the size.
         labelled: whether they have the label.
-        pieces: gives all rows in order, as read and as encoded; labels are 0 where there are none.
-            It calls its argument with the size that was read since, and raises a UserError for the
-            first bad value, with its file and row.
+        pieces: gives all rows in order, as read and encoded (`as_rows`). It calls its argument
+            with the size that was read since, and raises a UserError for the first bad value, with
+            its file and row.
     """
 
     files: list[Path]
     size: int
     unit: str
     labelled: bool
-    pieces: Callable[[Callable[[int], Any]], Iterator[tuple[pa.RecordBatch, Rows]]]
+    pieces: Callable[[Callable[[int], Any]], Iterator[tuple[pa.RecordBatch, pa.Table]]]
 
 
 def open_incoming(
@@ -74,10 +66,10 @@ def open_incoming(
         trust_workflow: see `Run.workflow`.
     """
     spec = dataclasses.replace(run.spec(), split=Split())  # a column of times is no input
-    if run.is_adopted:
-        files = open_files(inputs)
-        return _parquet(run, spec, files, run.inference(trust=trust_workflow) if raw else None)
-    return _raw_logs(run, spec, expand_paths(inputs), trust_workflow)
+    if not run.is_adopted:
+        return _raw_logs(run, spec, expand_paths(inputs), trust_workflow)
+    inference = run.inference(trust=trust_workflow) if raw else None
+    return _parquet(run, spec, open_files(inputs), inference)
 
 
 def _raw_logs(run: Run, spec: DatasetSpec, paths: list[Path], trust: bool) -> Incoming:
@@ -96,31 +88,17 @@ def _raw_logs(run: Run, spec: DatasetSpec, paths: list[Path], trust: bool) -> In
         log.check()
     workflow = run.workflow(trust=trust).remove_inputs([spec.label])
 
-    def encoded(batch: pa.RecordBatch) -> Rows:
-        out = workflow.transform(raw_frame(batch)[[*spec.fields]])
-        columns = {name: pa.array(out[name]) for name in (*spec.categorical, *spec.continuous)}
-        columns |= {name: pa.array(out[name], pa.list_(pa.int64())) for name in spec.lists}
-        return Rows.of(spec, columns, batch.column(spec.label).to_numpy() if labelled else None)
-
-    def pieces(advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
-        for log in logs:
-            for chunk in log.chunks(CHUNK_BYTES):
-                for batch in log.batches(chunk, advance):
-                    if batch.num_rows:
-                        yield batch, encoded(batch)
+    def pieces(advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, pa.Table]]:
+        read = (b for log in logs for c in log.chunks(CHUNK_BYTES) for b in log.batches(c, advance))
+        for batch in read:
+            if batch.num_rows:
+                out = workflow.transform(batch.to_pandas()[[*spec.fields]])
+                rows = pa.Table.from_pandas(out, preserve_index=False)
+                if labelled:
+                    rows = rows.append_column(spec.label, batch.column(spec.label))
+                yield batch, as_rows(rows, spec, labelled)
 
     return Incoming(paths, sum(log.size for log in logs), "B", labelled, pieces)
-
-
-def _all_labelled(spec: DatasetSpec, labelled: Mapping[Path, bool]) -> bool:
-    """Whether files have the label, which must be the same for all."""
-    if any(labelled.values()) and not all(labelled.values()):
-        without = next(path for path, has in labelled.items() if not has)
-        raise UserError(
-            f"all files must have the label, or none. Received: {without} without column "
-            f"{spec.label!r}. Pass these files separately"
-        )
-    return all(labelled.values())
 
 
 def _log(spec: DatasetSpec, path: Path) -> Source:
@@ -132,14 +110,15 @@ def _log(spec: DatasetSpec, path: Path) -> Source:
     return READERS[spec.format](spec, path)
 
 
-def raw_frame(batch: pa.RecordBatch) -> pd.DataFrame:
-    """Rows as read, for a workflow."""
-    columns = {}
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        is_dictionary = pa.types.is_dictionary(column.type)
-        column = column.dictionary_decode() if is_dictionary else column
-        columns[name] = column.to_numpy(zero_copy_only=False)
-    return pd.DataFrame(columns)
+def _all_labelled(spec: DatasetSpec, labelled: Mapping[Path, bool]) -> bool:
+    """Whether files have the label, which must be the same for all."""
+    if any(labelled.values()) and not all(labelled.values()):
+        without = next(path for path, has in labelled.items() if not has)
+        raise UserError(
+            f"all files must have the label, or none. Received: {without} without column "
+            f"{spec.label!r}. Pass these files separately"
+        )
+    return all(labelled.values())
 
 
 def _parquet(
@@ -157,24 +136,15 @@ def _parquet(
         labelled = _all_labelled(spec, {f.path: has_label(f.schema.names) for f in files})
     wanted = [*spec.fields, *([spec.label] if labelled else [])]
     read = wanted if inference is None else inference.columns  # those that are there
-    cardinalities = run.config["cardinalities"]
 
-    def encoded(batch: pa.RecordBatch, where: BatchLocation) -> pa.RecordBatch:
-        if inference is None:
-            return batch
-        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        out = inference.transform(columns, where)
-        return pa.RecordBatch.from_pandas(out[wanted], preserve_index=False)
-
-    def pieces(advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
+    def pieces(advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, pa.Table]]:
         for where, batch in batches(files, read, BATCH_ROWS):
-            rows = encoded(batch, where)
-            for name in spec.ids:
-                checked_ids(rows, name, cardinalities[name], where)
-            for name in spec.continuous:
-                checked_numbers(rows, name, where)
-            labels = checked_labels(rows, spec.label, where) if labelled else None
-            yield batch, Rows.of(spec, {name: rows.column(name) for name in spec.fields}, labels)
+            rows = batch
+            if inference is not None:
+                columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+                out = inference.transform(columns, where)[wanted]
+                rows = pa.RecordBatch.from_pandas(out, preserve_index=False)
+            yield batch, checked_rows(rows, spec, run.config["cardinalities"], where, labelled)
             advance(batch.num_rows)
 
     paths, size = [file.path for file in files], sum(file.rows for file in files)

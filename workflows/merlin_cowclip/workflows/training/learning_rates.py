@@ -20,6 +20,7 @@ from merlin_cowclip.plugins.scaling import check_number
 
 if TYPE_CHECKING:
     from merlin_cowclip.plugins.schedules import Schedule
+    from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 SCHEDULES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -31,6 +32,8 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Name → default by parameter; `...`: required."""
 
+CONSTANT: Mapping[str, Any] = {"name": "linear", "to": 1.0, "epochs": None}
+
 
 def plain_schedule(option: str, given: Any) -> dict[str, Any]:
     """A schedule with all its parameters, checked; `option` is its name in errors."""
@@ -41,16 +44,20 @@ def plain_schedule(option: str, given: Any) -> dict[str, Any]:
             f"{option} must be one of {', '.join(SCHEDULES)}, with its parameters. Received: "
             f"{given!r}"
         )
-    parameters, plain = SCHEDULES[name], dict[str, Any](name=name)
-    missing = [key for key, default in parameters.items() if default is ... and key not in given]
-    if missing or not {*given} <= {"name", *parameters}:
+    defaults = SCHEDULES[name]
+    plain = {"name": name, **defaults, **given}
+    if ... in plain.values() or plain.keys() != {"name", *defaults}:
         raise ValueError(
-            f"{option} {name!r} has the parameters {', '.join(parameters)}. Received: {given!r}"
+            f"{option} {name!r} has the parameters {', '.join(defaults)}. Received: {given!r}"
         )
-    for key, default in parameters.items():
-        value = given.get(key, default)
-        is_all = value is None is default
-        plain[key] = None if is_all else _checked(f"{option} {key}", value, key)
+    for key, default in defaults.items():
+        label, value = f"{option} {key}", plain[key]
+        if name == "steps":
+            if not isinstance(value, list | tuple) or not value:
+                raise ValueError(f"{label} must be a list of numbers. Received: {label}={value!r}")
+            plain[key] = [check_number(label, number) for number in value]
+        elif value is not default:
+            plain[key] = check_number(label, value, positive=key != "to")
     at, factors = plain.get("at"), plain.get("factors", ())
     if at and (len(at) != len(factors) or at != sorted(set(at)) or not at[0]):
         raise ValueError(
@@ -60,39 +67,30 @@ def plain_schedule(option: str, given: Any) -> dict[str, Any]:
     return plain
 
 
-def _checked(name: str, value: Any, key: str) -> float | list[float]:
-    if key not in ("at", "factors"):
-        return check_number(name, value, positive=key != "to")
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError(f"{name} must be a list of numbers. Received: {name}={value!r}")
-    return [check_number(name, number) for number in value]
-
-
 def over_all_epochs(schedule: Any) -> dict[str, Any] | None:
     """A plain schedule for a run of another length: linear and cosine decay over all of it."""
     return schedule and {**schedule, **({"epochs": None} if "to" in schedule else {})}
 
 
-def keras_schedule(
-    schedule: Mapping[str, Any], learning_rate: float, *, epochs: int, steps_per_epoch: int
-) -> Schedule:
-    """A plain schedule as a Keras schedule (step → learning rate) that starts from η."""
+def schedule_of(config: TrainConfig, part: str, steps_per_epoch: int) -> Schedule:
+    """The Keras schedule (step → learning rate) of a part, "dense" or "embedding"."""
     from merlin_cowclip.plugins._tensorflow import tf
 
-    def updates(epochs: float) -> float:
+    def steps_of(epochs: float) -> float:
         """Not rounded: an epoch of a large batch has few updates."""
-        exact = epochs * steps_per_epoch
-        return round(exact) if math.isclose(exact, round(exact), rel_tol=1e-9) else exact
+        steps = epochs * steps_per_epoch
+        return round(steps) if math.isclose(steps, round(steps), rel_tol=1e-9) else steps
 
+    rate: float = getattr(config.hyperparameters, f"{part}_lr")
+    schedule = getattr(config, f"{part}_schedule") or CONSTANT
     keras, name = tf.keras.optimizers.schedules, schedule["name"]
     if name == "steps":
         # Keras changes after its boundary, not at it: with the first update of t ≥ `at`.
-        at = [max(math.ceil(updates(epoch)) - 1, 0) for epoch in schedule["at"]]
-        factors = [1.0, *schedule["factors"]]
-        return keras.PiecewiseConstantDecay(at, [learning_rate * factor for factor in factors])
-    steps = updates(schedule["epochs"] or epochs)
+        at = [max(math.ceil(steps_of(epoch)) - 1, 0) for epoch in schedule["at"]]
+        return keras.PiecewiseConstantDecay(at, [rate, *(rate * f for f in schedule["factors"])])
+    steps = steps_of(schedule["epochs"] or config.epochs)
     if name == "exponential":
-        return keras.ExponentialDecay(learning_rate, steps, schedule["rate"])
+        return keras.ExponentialDecay(rate, steps, schedule["rate"])
     if name == "linear":
-        return keras.PolynomialDecay(learning_rate, steps, learning_rate * schedule["to"])
-    return keras.CosineDecay(learning_rate, steps, schedule["to"])
+        return keras.PolynomialDecay(rate, steps, rate * schedule["to"])
+    return keras.CosineDecay(rate, steps, schedule["to"])

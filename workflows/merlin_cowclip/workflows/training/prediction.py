@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from merlin_cowclip.plugins._tensorflow import mm
 from merlin_cowclip.workflows.data.adopt.validate import prefetch
 from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN
 from merlin_cowclip.workflows.data.spec import DatasetSpec
@@ -25,14 +24,14 @@ from merlin_cowclip.workflows.training.evaluation import (
     QualityOf,
 )
 from merlin_cowclip.workflows.training.incoming import Incoming, open_incoming
-from merlin_cowclip.workflows.training.rows import Block, Rows, in_batches
+from merlin_cowclip.workflows.training.rows import features_of, rebatch
 from merlin_cowclip.workflows.training.runs import Run
 
 LABEL, PROBABILITY = "label", "probability"
 """The columns of what is written."""
 
-ENOUGH = 100  # unknown ids of a field, of which chance alone makes none known
-GROUP_ROWS = 1 << 20  # of a row group in it, or a batch more; held until it is written
+ENOUGH = 100  # unknown ids of a field: by chance alone, some of them would be known
+GROUP_ROWS = 1 << 20  # of a row group in the output; held until it is written
 
 
 def predict_logs(
@@ -74,9 +73,14 @@ def predict_logs(
     refuse_existing(out, "file")
     check_whole("batch size", batch_size, 1)
     incoming = open_incoming(run, inputs, raw=raw, trust_workflow=trust_workflow)
-    with all_or_nothing(out, "file") as file:
+    columns, rows = {PROBABILITY: pa.float32()}, 0
+    columns = {LABEL: pa.int8(), **columns} if incoming.labelled else columns
+    with all_or_nothing(out, "file") as file, pq.ParquetWriter(file, pa.schema(columns)) as writer:
         scored = _scored(run, incoming, which, batch_size, progress)
-        return _write(file, incoming.labelled, scored, -(-GROUP_ROWS // batch_size))
+        for table in rebatch(scored, GROUP_ROWS):
+            writer.write_table(table, GROUP_ROWS)
+            rows += len(table)
+    return rows
 
 
 def evaluate_logs(
@@ -105,86 +109,55 @@ def evaluate_logs(
             "'merlin-cowclip predict'"
         )
     found, rows = QualityOf(), 0
-    for labels, probabilities in _scored(run, incoming, which, batch_size, progress):
-        found.add(labels, probabilities)
-        rows += len(labels)
+    for table in _scored(run, incoming, which, batch_size, progress):
+        found.add(table[LABEL].to_numpy(), table[PROBABILITY].to_numpy())
+        rows += len(table)
     return found.quality(), rows
 
 
 def _scored(
     run: Run, incoming: Incoming, which: str, batch_size: int, progress: bool
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Labels and probabilities, b float32 each; rows are read and encoded ahead, in a thread."""
-    probabilities, unknown = scorer(run.model(which), run.spec()), _UnknownIds(run)
+) -> Iterator[pa.Table]:
+    """The columns of the output; rows are read and encoded ahead, in a thread."""
+    spec, predictor = run.spec(), Predictor(run.model(which))
     with progress_bar("scoring", incoming.size, incoming.unit, show=progress) as bar:
-        pieces = (rows for _, rows in incoming.pieces(bar.update))
-        for rows in in_batches(prefetch(pieces), batch_size):
-            unknown.see(rows)
-            yield rows.labels.ravel(), probabilities(rows)
-    unknown.warn()
+        pieces = prefetch(rows for _, rows in incoming.pieces(bar.update))
+        for rows in _notice_unknown(run, rebatch(pieces, batch_size)):
+            columns = {PROBABILITY: probabilities_of(predictor, rows, spec)}
+            if incoming.labelled:
+                columns = {LABEL: rows[spec.label].cast(pa.int8()), **columns}
+            yield pa.table(columns)
 
 
-class _UnknownIds:
-    """Fields of whose ids a run knows none: written otherwise than where it learned.
+def probabilities_of(predictor: Predictor, rows: pa.Table, spec: DatasetSpec) -> np.ndarray:
+    """Of n encoded rows, n float32."""
+    features = {name: array[0] for name, array in features_of(rows, spec).items()}
+    return predictor.probabilities(features)
 
-    Of one id nobody can tell whether it is new or written in another way (True for true, 7 for 007,
-    a number for text); if all ids of a field are unknown, a warning says so.
+
+def _notice_unknown(run: Run, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The same tables; after the last one, warns of fields of which the run knows no id.
+
+    One unknown id may be new or written in another way (True for true, 7 for 007); if all are, the
+    second is likely.
     """
-
-    def __init__(self, run: Run) -> None:
-        self._spec, special = run.spec(), run.config["special_ids"]
-        first = {name: UNKNOWN + special[name]["buckets"] for name in self._spec.ids}
-        # Of fields that have a vocabulary: the id that it begins with, after the hash buckets.
-        self._first = {n: i for n, i in first.items() if i < run.config["cardinalities"][n]}
-        self._unknown = dict.fromkeys(self._first, 0)  # until the first known one
-
-    def see(self, rows: Rows) -> None:
-        """Count those of some encoded rows."""
-        lists = (column.flatten().to_numpy(zero_copy_only=False) for column in rows.lists)
-        for name, ids in zip(self._spec.ids, (*rows.ids.T, *lists), strict=True):
-            if name not in self._unknown:
-                continue
-            if len(ids) and ids.max() >= self._first[name]:
-                del self._unknown[name]
-            else:
-                self._unknown[name] += int(np.count_nonzero(ids >= UNKNOWN))
-
-    def warn(self) -> None:
-        """Say which fields have had ids enough, and none that is known."""
-        fields = [name for name, unknown in self._unknown.items() if unknown >= ENOUGH]
-        if fields:
-            warnings.warn(
-                f"the run knows no id of {quoted(fields)} in these rows: all count as "
-                "unknown. Later times do; others may be written otherwise than in the run's own "
-                "data, or be of another type",
-                Notice,
-                stacklevel=2,
-            )
-
-
-def scorer(model: mm.Model, spec: DatasetSpec) -> Callable[[Rows], np.ndarray]:
-    """What gives the probabilities, n float32, of n encoded rows."""
-    predictor = Predictor(model)
-
-    def probabilities(rows: Rows) -> np.ndarray:
-        features, _ = Block.of(rows).batch(spec, 0, len(rows))
-        return predictor.probabilities(features)
-
-    return probabilities
-
-
-def _write(
-    file: Path, labelled: bool, scored: Iterator[tuple[np.ndarray, np.ndarray]], batches: int
-) -> int:
-    """Write a parquet file, so many batches in a row group, and return its rows."""
-    fields = [pa.field(LABEL, pa.int8(), False), pa.field(PROBABILITY, pa.float32(), False)]
-    schema = pa.schema(fields if labelled else fields[1:])
-    rows = 0
-    with pq.ParquetWriter(file, schema) as writer:
-        while held := list(itertools.islice(scored, batches)):
-            labels, probabilities = map(np.concatenate, zip(*held, strict=True))
-            columns = [labels.astype(np.int8), probabilities]
-            table = pa.table(columns[-len(schema) :], schema=schema)
-            writer.write_table(table, row_group_size=len(table))
-            rows += len(table)
-    return rows
+    special, sizes = run.config["special_ids"], run.config["cardinalities"]
+    known = {name: UNKNOWN + special[name]["buckets"] for name in run.spec().ids}  # from here on
+    unknown = {name: 0 for name, first in known.items() if first < sizes[name]}
+    for table in tables:
+        for name in [*unknown]:
+            is_list = pa.types.is_list(table[name].type)
+            ids = (pc.list_flatten(table[name]) if is_list else table[name]).to_numpy()
+            unknown[name] += int(np.count_nonzero(ids >= UNKNOWN))
+            if (ids >= known[name]).any():
+                del unknown[name]
+        yield table
+    fields = [name for name, count in unknown.items() if count >= ENOUGH]
+    if fields:
+        warnings.warn(
+            f"the run knows no id of {quoted(fields)} in these rows: all count as unknown. Later "
+            "times do; others may be written otherwise than in the run's own data, or be of "
+            "another type",
+            Notice,
+            stacklevel=2,
+        )

@@ -14,7 +14,7 @@ from merlin_cowclip.plugins.optimizers.state import state_of, weights_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.checkpoint import Checkpoint
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.learning_rates import keras_schedule
+from merlin_cowclip.workflows.training.learning_rates import schedule_of
 from merlin_cowclip.workflows.training.reproducibility import in_precision
 from merlin_cowclip.workflows.training.runs import Run
 
@@ -45,13 +45,9 @@ def compile_by(
     """
     hp = config.hyperparameters
     schedules: dict[str, Any] = {}
-    for name, rate in (("dense", hp.dense_lr), ("embedding", hp.embedding_lr)):
-        plain = getattr(config, f"{name}_schedule")
-        if plain is not None:
-            assert not isinstance(plain, str)
-            schedules[f"{name}_schedule"] = keras_schedule(
-                plain, rate, epochs=config.epochs, steps_per_epoch=batches
-            )
+    for name in ("dense", "embedding"):
+        if getattr(config, f"{name}_schedule") is not None:
+            schedules[f"{name}_schedule"] = schedule_of(config, name, batches)
     if "dense_schedule" in schedules:
         warmup_steps = math.floor(hp.warmup_epochs * updates)
         schedules["dense_schedule"] = LinearWarmup(schedules["dense_schedule"], warmup_steps)
@@ -73,18 +69,17 @@ def rebuilt(
     """The network as it was at a checkpoint, by the run's `schema.pbtxt` and `config.json`."""
     text = schema.read_text(encoding="utf-8")
     config = dataclasses.replace(config, tables="replicated")  # whole, wherever it is called
+    is_deferred = config.update == "deferred"
     with in_precision(record["precision"]):
         model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
-        if config.update != "deferred":
-            model(any_batch(record))
-            checkpoint.read(weights_of(model))
-            return model
-        # Rows wait there for what they missed, with the moments that say what that does to them.
-        optimizer = compile_by(config, model, updates=1, batches=1)
+        optimizer = compile_by(config, model, updates=1, batches=1) if is_deferred else None
         model(any_batch(record))
-        optimizer.create_slots(model.trainable_variables)
-        checkpoint.read(state_of(model, optimizer))
-        optimizer.catch_up()
+        if optimizer is None:
+            checkpoint.read(weights_of(model))
+        else:  # rows wait for what they missed, with the moments that say what that does to them
+            optimizer.create_slots(model.trainable_variables)
+            checkpoint.read(state_of(model, optimizer))
+            optimizer.catch_up()
     return model
 
 
@@ -93,7 +88,7 @@ def begin_from(
 ) -> None:
     """Give a network that is built the weights that a finished run ended with.
 
-    With `keep_optimizer` the optimizer's state, too, whose steps go on counting.
+    With `keep_optimizer` also the optimizer's state with its number of steps.
     """
     if keep_optimizer:
         optimizer.create_slots(model.trainable_variables)

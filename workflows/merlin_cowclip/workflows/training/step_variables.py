@@ -11,9 +11,7 @@ from typing import Any
 from merlin_cowclip.plugins import CowClipOptimizer, LinearWarmup
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.learning_rates import keras_schedule
-
-_CONSTANT = {"name": "linear", "to": 1.0, "epochs": None}
+from merlin_cowclip.workflows.training.learning_rates import CONSTANT, schedule_of
 
 
 class StepVariables:
@@ -39,7 +37,7 @@ class StepVariables:
             self._warm_up = tf.Variable(0, trainable=False, dtype=tf.int64)
         self._lines: dict[str, list[tf.Variable]] = {}
         for name, part in (("dense", dense), ("embedding", self._tables[0])):
-            if (getattr(config, f"{name}_schedule") or _CONSTANT)["name"] != "linear":
+            if (getattr(config, f"{name}_schedule") or CONSTANT)["name"] != "linear":
                 continue
             line = [tf.Variable(1.0, trainable=False) for _ in range(3)]
             rate = tf.keras.optimizers.schedules.PolynomialDecay(*line)
@@ -51,12 +49,7 @@ class StepVariables:
         """Set all variables; `config` has the same `compiled_step_key` as the first one."""
         hp = config.hyperparameters
         for name, line in self._lines.items():
-            schedule = keras_schedule(
-                getattr(config, f"{name}_schedule") or _CONSTANT,
-                getattr(hp, f"{name}_lr"),
-                epochs=config.epochs,
-                steps_per_epoch=self._batches,
-            )
+            schedule = schedule_of(config, name, self._batches)
             names = ("initial_learning_rate", "decay_steps", "end_learning_rate")
             for variable, attribute in zip(line, names, strict=True):
                 variable.assign(getattr(schedule, attribute))

@@ -77,9 +77,7 @@ def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
     return check_trainable(data, config)
 
 
-def check_trainable(
-    data: PreparedData, config: TrainConfig, drop_last: bool | None = None
-) -> Loader:
+def check_trainable(data: PreparedData, config: TrainConfig, drop_last: bool = False) -> Loader:
     """Refuse data that a configuration cannot be trained on; returns the training part's loader."""
     if config.patience is not None and not data.test_files:
         raise UserError(
@@ -231,7 +229,7 @@ def resume(
     with _held(path), in_precision(before["precision"]):
         with agreed():
             config, opened, record = _reopened(before, path, data, epochs, jobs)
-            loader = check_trainable(opened, config, before.get("drop_last"))
+            loader = check_trainable(opened, config, before.get("drop_last", False))
         check_alike(record)
         _warn_of_changes(before, record)
         with _left_behind(path), as_user_errors(opened, path):

@@ -75,7 +75,7 @@ class EncodeIds(Categorify):
             return self._transform(df[names])
         out = df[names].reset_index(drop=True)
         for name in names:
-            if name in self.lists or self._buckets(name) > 1 or out[name].isna().all():
+            if name in self.lists or self.buckets(name) > 1 or out[name].isna().all():
                 out[name] = type(df).from_pandas(self._transform(out[[name]].to_pandas()))[name]
             else:
                 out[name] = super().transform(type(col_selector)([name]), out)[name]
@@ -106,7 +106,7 @@ class EncodeIds(Categorify):
             vocabulary = pd.read_parquet(self.categories[field], columns=[field])[field]
             self._vocabularies[field] = pd.Index(vocabulary.astype(object))
         places = self._vocabularies[field].get_indexer(texts).astype(np.int64)
-        buckets = self._buckets(field)
+        buckets = self.buckets(field)
         ids = np.where(places < 0, OOV_OFFSET, places + OOV_OFFSET + buckets)
         if buckets > 1:
             hashed = (places < 0) & ~pd.isna(texts)
@@ -114,12 +114,13 @@ class EncodeIds(Categorify):
         ids[pd.isna(texts)] = OOV_OFFSET if field in self.missing_as_unknown else NULL_OFFSET
         return ids
 
-    def _buckets(self, field: str) -> int:
+    def buckets(self, field: str) -> int:
+        """Hash buckets of a field; 1 for the unknown id only."""
         return self.num_buckets.get(field, 1) if self.num_buckets else 1
 
     def _compute_properties(self, col_schema: Any, input_schema: Schema) -> Any:
         schema = super()._compute_properties(col_schema, input_schema)
-        path, buckets = schema.properties["cat_path"], self._buckets(col_schema.name)
+        path, buckets = schema.properties["cat_path"], self.buckets(col_schema.name)
         added = {
             # Categorify writes an absolute path; folders move.
             "cat_path": path and str(Path(path).relative_to(self.out_path)),
