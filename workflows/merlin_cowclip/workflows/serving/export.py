@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from merlin_cowclip.workflows import folders
-from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow, element_type
+from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
+from merlin_cowclip.workflows.data.adopt.validate import element_type
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.manifest import manifest_of

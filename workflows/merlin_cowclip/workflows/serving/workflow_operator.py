@@ -20,7 +20,7 @@ import pyarrow as pa
 from merlin_cowclip.plugins._checks import argument_name
 from merlin_cowclip.workflows.data.adopt import validate
 from merlin_cowclip.workflows.data.adopt.graph import load_saved
-from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow, element_type
+from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.merlin_systems import PredictTensorflow, TransformWorkflow
@@ -111,7 +111,7 @@ class WorkflowOperator(TransformWorkflow):
             return pa.array(values, from_pandas=True)
         texts = pa.array(values, pa.binary(), mask=values == b"")  # Triton has no null: empty
         try:
-            is_binary = element_type(self._adopted.types[name]) == pa.binary()
+            is_binary = validate.element_type(self._adopted.types[name]) == pa.binary()
             return texts if is_binary else texts.cast(pa.string())
         except pa.ArrowInvalid:
             raise UserError(f"column {name!r} is not UTF-8. Encode it") from None

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile, check_columns, open_files
 from merlin_cowclip.workflows.data.adopt.validate import (
     BatchLocation,
+    ParquetFile,
     batches,
+    check_columns,
     checked_ids,
     checked_labels,
     checked_numbers,
+    open_files,
 )
 from merlin_cowclip.workflows.data.prepare.pipeline import READERS
 from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD

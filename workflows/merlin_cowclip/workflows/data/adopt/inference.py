@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from merlin_cowclip.workflows.data.adopt.graph import Column, nodes, operator_name, trace
-from merlin_cowclip.workflows.data.adopt.parquet_files import is_list
+from merlin_cowclip.workflows.data.adopt.validate import is_list
 from merlin_cowclip.workflows.data.sources.base import is_text
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
@@ -62,10 +62,6 @@ class InferenceWorkflow:
         self.required = frozenset().union(*(column.raw for column in columns.values()))
         self.of_label = outputs[spec.label].raw if spec.label in outputs else None
 
-    def missing(self, given: Sequence[str]) -> list[str]:
-        """Required columns that are not there."""
-        return [name for name in self.columns if name in self.required and name not in given]
-
     def has_label(self, given: Sequence[str]) -> bool:
         """Whether the label is computed from columns that are there."""
         return self.of_label is not None and self.of_label <= set(given)
@@ -84,24 +80,24 @@ class InferenceWorkflow:
             UserError: a column is missing or of another type than at the fit, the workflow fails,
                 or it returns another number of rows.
         """
-        if missing := self.missing(list(columns)):
+        absent = [name for name in self.columns if name not in columns]
+        if missing := [name for name in absent if name in self.required]:
             raise UserError(f"{where} lacks columns of the workflow: {quoted(missing)}")
         rows = len(next(iter(columns.values())))
-        frame = {}
-        for name, kind in self.types.items():
-            if name in columns:
-                frame[name] = _cast(columns[name], kind, f"column {name!r} of {where}").to_pandas()
-            else:
-                frame[name] = _zeros(rows, kind).to_pandas()
+        frame = {
+            name: _zeros(rows, kind)
+            if name in absent
+            else _cast(columns[name], kind, f"column {name!r} of {where}")
+            for name, kind in self.types.items()
+        }
         try:
             with quiet_operators():
-                out = self.workflow.transform(pd.DataFrame(frame))
+                out = self.workflow.transform(pa.table(frame).to_pandas())
         except UserError:
             raise
         except Exception as error:  # whatever the user's own operators raise
             cause = error.__cause__ or error
-            filled = quoted(name for name in frame if name not in columns)
-            hint = f" ({filled}, missing, was filled)" if filled else ""
+            hint = f" ({quoted(absent)}, missing, was filled)" if absent else ""
             raise UserError(
                 f"the workflow fails on {where}{hint}: {type(cause).__name__}: "
                 f"{clipped(str(cause))}. Give rows as it was fitted on"
@@ -182,11 +178,6 @@ def _types(workflow: nvt.Workflow, outputs: Mapping[str, Column]) -> dict[str, p
             held = pa.timestamp("ns", getattr(held, "tz", None))  # pandas' unit
         found[column.name] = pa.list_(held) if column.is_list and held is not None else held
     return found
-
-
-def element_type(kind: pa.DataType | None) -> pa.DataType | None:
-    """Type of the values, in lists too."""
-    return kind.value_type if kind is not None and is_list(kind) else kind
 
 
 def _cast(column: Any, kind: pa.DataType | None, where: str) -> pa.Array:

@@ -19,7 +19,12 @@ from merlin_cowclip.workflows.data.adopt.graph import (
     trace,
 )
 from merlin_cowclip.workflows.data.adopt.inference import why_not_raw
-from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile, check_columns, is_list
+from merlin_cowclip.workflows.data.adopt.validate import (
+    ParquetFile,
+    check_columns,
+    element_type,
+    is_list,
+)
 from merlin_cowclip.workflows.data.prepared_data import domains_of
 from merlin_cowclip.workflows.data.spec import DatasetSpec, check_input_names
 from merlin_cowclip.workflows.errors import UserError, quoted
@@ -192,7 +197,7 @@ def _input_schema(
         column.name,
         tags=[tag for tag in column.tags if tag not in _TARGETS],
         properties=properties,
-        dtype=(kind.value_type if is_list(kind) else kind).to_pandas_dtype(),
+        dtype=element_type(kind).to_pandas_dtype(),
         is_list=is_list(kind),
         is_ragged=is_list(kind),
     )

@@ -18,14 +18,15 @@ import pyarrow.compute as pc
 from merlin_cowclip.workflows.data.adopt.graph import SAVED_FILES, load_saved, operator_name
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.adopt.inputs import WORKFLOW_FILES, Pipeline
-from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile, open_files
 from merlin_cowclip.workflows.data.adopt.skew import check_skew
 from merlin_cowclip.workflows.data.adopt.validate import (
     LABEL_REMEDY,
+    ParquetFile,
     batches,
     checked_ids,
     checked_labels,
     checked_numbers,
+    open_files,
     prefetch,
 )
 from merlin_cowclip.workflows.data.counts import write_counts
