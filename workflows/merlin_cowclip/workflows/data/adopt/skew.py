@@ -120,7 +120,9 @@ def _refuse(
         row = int(same.sum(axis=1).argmax())
         if same[row].sum() > most:
             most, nearest = same[row].sum(), where.row(row)
-            differ = [name for name, is_same in zip(rows, same[row], strict=True) if not is_same]
+            differ = [
+                name for name, is_same in zip(rows.columns, same[row], strict=True) if not is_same
+            ]
             found = ", ".join(f"{n!r} {mine[n].iloc[0]} instead of {frame[n][row]}" for n in differ)
     raise UserError(
         f"{len(lost):,} of {len(rows):,} raw rows are encoded otherwise than in the parquet. Of "

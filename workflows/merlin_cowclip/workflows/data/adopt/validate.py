@@ -6,7 +6,6 @@ a UserError with its file, row and column.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_twice
+from merlin_cowclip.workflows.data.sources.parquet import open_parquet
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, quoted
 
@@ -57,7 +56,7 @@ def open_files(given: str | Path | Sequence[str | Path]) -> list[ParquetFile]:
     refuse_twice(paths)
     files = []
     for path in paths:
-        with _reading(path) as parquet:
+        with open_parquet(path) as parquet:
             rows, schema = parquet.metadata.num_rows, parquet.schema_arrow.remove_metadata()
             files.append(ParquetFile(path, schema, rows))
     if not sum(file.rows for file in files):
@@ -80,15 +79,6 @@ def _parts(found: list[Path], given: str | Path) -> list[Path]:
 def _is_parquet(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(4) == b"PAR1"
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[pq.ParquetFile]:
-    try:
-        with pq.ParquetFile(path) as parquet:
-            yield parquet
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read: {error}. Write it again") from None
 
 
 def check_columns(spec: DatasetSpec, files: Sequence[ParquetFile], *, labelled: bool) -> None:
@@ -164,7 +154,7 @@ def batches(
     """Some columns of all files, at most ``rows`` rows at a time, in order; no batch is empty."""
     for file in files:
         row = 0
-        with _reading(file.path) as parquet:
+        with open_parquet(file.path) as parquet:
             for batch in parquet.iter_batches(rows, columns=list(columns)):
                 if batch.num_rows:
                     yield BatchLocation(file.path, row), batch
