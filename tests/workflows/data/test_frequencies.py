@@ -232,7 +232,7 @@ def test_panels_show_the_counts(data):
         (["--batch-sizes", "1024,0"], "from 1 to 9007199254740992. Received: 0"),
         (["--fields", "price"], "field must be one of .* Received: 'price'"),
         (["--top-k", "0"], "top-k must be a whole number of at least 1. Received: 0"),
-        (["--top-k", "3", "--fields", "user"], "--top-k excludes --fields. Received: both"),
+        (["--top-k", "3", "--fields", "user"], "--top-k excludes --fields and --batch-sizes"),
     ],
 )
 def test_options(data, tmp_path, capsys, options, message):
