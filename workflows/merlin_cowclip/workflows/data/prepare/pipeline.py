@@ -19,14 +19,17 @@ import pyarrow as pa
 
 from merlin_cowclip.workflows.data.prepare.column_store import (
     IN_TRAIN,
+    PART_ROWS,
     ROWS,
     ColumnStore,
+    PartJob,
     codes_of,
+    part_jobs,
+    write_part,
 )
 from merlin_cowclip.workflows.data.prepare.executor import THREADS, check_executor, make_executor
 from merlin_cowclip.workflows.data.prepare.fit import Encoding, Fitted, fit
 from merlin_cowclip.workflows.data.prepare.split import split_rows
-from merlin_cowclip.workflows.data.prepare.write import PART_ROWS, PartJob, part_jobs, write_part
 from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData, write_record
 from merlin_cowclip.workflows.data.sources.base import TIME, Source, unchanged
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
