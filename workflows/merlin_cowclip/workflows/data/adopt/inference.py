@@ -30,17 +30,12 @@ class InferenceWorkflow:
     also where stock `Categorify` fails on them. Raw columns that no model input depends on, such as
     the label, may be missing; they are filled.
 
-    Args:
-        workflow: fitted; changed in place.
-        spec: the model's inputs and label.
+    The fitted workflow is changed in place. Raises UserError if it cannot encode rows one by one.
 
     Attributes:
         types: raw column → Arrow type at the fit; None if the workflow does not know it.
         required: raw columns that a model input depends on.
         of_label: raw columns that the label is computed from; None if the workflow has no label.
-
-    Raises:
-        UserError: the workflow cannot encode rows one by one.
     """
 
     def __init__(self, workflow: nvt.Workflow, spec: DatasetSpec) -> None:
@@ -69,16 +64,11 @@ class InferenceWorkflow:
     def transform(
         self, columns: Mapping[str, Any], where: object, may_drop: bool = False
     ) -> pd.DataFrame:
-        """Encode raw rows, one for each, in order.
+        """Encode raw rows, one for each, in order; ``where`` they are from is for messages.
 
-        Args:
-            columns: by name Arrow arrays, or columns of a frame.
-            where: of the rows, for messages.
-            may_drop: whether the workflow may drop rows.
-
-        Raises:
-            UserError: a column is missing or of another type than at the fit, the workflow fails,
-                or it returns another number of rows.
+        ``columns`` are Arrow arrays, or columns of a frame. Raises UserError if one is missing or
+        of another type than at the fit, if the workflow fails, or if it returns another number of
+        rows, unless it ``may_drop`` some.
         """
         absent = [name for name in self.columns if name not in columns]
         if missing := [name for name in absent if name in self.required]:
@@ -133,10 +123,7 @@ class NullSafeCategorify(ops.Categorify):
     """A fitted `Categorify` that gives a null id 1, and an empty list for a null list.
 
     Stock fails on a batch of nulls only, and on a null among integers if the fit had none.
-
-    Args:
-        fitted: of which it is a copy.
-        lists: columns of lists, which a batch of nulls does not show.
+    ``lists`` are the columns of lists, which a batch of nulls does not show.
     """
 
     def __init__(self, fitted: ops.Categorify, lists: frozenset[str]) -> None:

@@ -130,11 +130,7 @@ def _check_raw(
 def _scan(
     pipeline: Pipeline, splits: dict[str, list[ParquetFile]], progress: bool
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Check all rows; the error of a bad value names file, row and column.
-
-    Returns:
-        The counts of training ids by field; and the report, with the ranges of training numbers.
-    """
+    """Check all rows; returns the counts of training ids by field, and the report."""
     spec, sizes, remedy = pipeline.spec, pipeline.cardinalities, LABEL_REMEDY
     if spec.label in pipeline.columns and (by := pipeline.columns[spec.label].changed_by):
         names = ", ".join(operator_name(node.op) for node in by)

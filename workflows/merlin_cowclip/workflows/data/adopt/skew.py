@@ -17,10 +17,6 @@ from merlin_cowclip.workflows.errors import UserError, clipped
 ROWS = 10_000  # to compare, spread over all raw rows
 BATCH_ROWS = 1 << 16
 EXPECTED = 20  # matches in a file by its size; if there are none, it is of another fit
-_AGAIN = (
-    "Write the parquet again with this workflow; where a frame is given to it, as "
-    "Dataset(frame.reset_index(drop=True))"
-)
 
 
 def check_skew(
@@ -127,5 +123,6 @@ def _refuse(
     raise UserError(
         f"{len(lost):,} of {len(rows):,} raw rows are encoded otherwise than in the parquet. Of "
         f"row {mine.index[0]:,} the workflow makes {clipped(found)} as in {nearest}, "
-        f"which is most similar. {_AGAIN}. Or give the raw rows that it was written from"
+        "which is most similar. Write the parquet again with this workflow (a frame as "
+        "Dataset(frame.reset_index(drop=True))), or give the raw rows that it was written from"
     )

@@ -28,9 +28,6 @@ _LIST = "_file_list.txt"  # of the parts that Merlin's ``to_parquet`` wrote last
 T = TypeVar("T")
 
 
-# Files -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ParquetFile:
     """A parquet file to read; its footer was read."""
@@ -44,10 +41,8 @@ def open_files(given: str | Path | Sequence[str | Path]) -> list[ParquetFile]:
     """Open parquet files, given as paths, globs and folders; see `expand_paths`.
 
     In folders and globs, files that are not parquet are skipped, and parts that NVTabular's list
-    beside them does not name: it leaves those of an earlier, larger writing.
-
-    Raises:
-        UserError: nothing there, not parquet, damaged, a file twice, or without a row.
+    beside them does not name: it leaves those of an earlier, larger writing. Raises UserError if
+    there is no row, or a file is damaged or given twice.
     """
     paths = []
     for one in [given] if isinstance(given, str | Path) else given:
@@ -119,9 +114,6 @@ def is_list(kind: pa.DataType) -> bool:
 def element_type(kind: Any) -> Any:
     """Type of the values, in lists too; None for None, which is not known."""
     return kind.value_type if kind is not None and is_list(kind) else kind
-
-
-# Rows --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
