@@ -80,8 +80,8 @@ def _views(rows: pd.DataFrame) -> list[Callable[[pd.DataFrame], pd.DataFrame]]:
     """
     numbers = rows.select_dtypes("floating").astype("float64")
     numbers = numbers.where(np.isfinite(numbers))
-    sizes = np.maximum(1e-3 * numbers.std(ddof=0), 1e-5 * numbers.abs().max())
-    intervals = sizes.replace(0, 1).fillna(1)
+    sizes = pd.concat([1e-3 * numbers.std(ddof=0), 1e-5 * numbers.abs().max()], axis=1)
+    intervals = sizes.max(axis=1).replace(0, 1).fillna(1)
 
     def view(frame: pd.DataFrame, shift: float) -> pd.DataFrame:
         found = frame[[*rows]].copy()
@@ -110,15 +110,13 @@ def _refuse(
 ) -> NoReturn:
     """Tell in which fields the first lost row differs from the most similar one of the parquet."""
     mine, most, found, nearest = lost[:1], -1, "", ""
-    for where, batch in batches(encoded, list(rows), BATCH_ROWS):
+    for where, batch in batches(encoded, list(rows.columns), BATCH_ROWS):
         frame = batch.to_pandas()
         same = np.any([view(frame) == view(mine).iloc[0] for view in views], axis=0)
         row = int(same.sum(axis=1).argmax())
         if same[row].sum() > most:
             most, nearest = same[row].sum(), where.row(row)
-            differ = [
-                name for name, is_same in zip(rows.columns, same[row], strict=True) if not is_same
-            ]
+            differ = rows.columns[~same[row]]
             found = ", ".join(f"{n!r} {mine[n].iloc[0]} instead of {frame[n][row]}" for n in differ)
     raise UserError(
         f"{len(lost):,} of {len(rows):,} raw rows are encoded otherwise than in the parquet. Of "
