@@ -62,6 +62,34 @@ def load_saved(folder: str | Path) -> nvt.Workflow:
     return workflow
 
 
+def load_fitted(folder: Path) -> nvt.Workflow:
+    """Load a fitted workflow that has all its files; see `load_saved`."""
+    workflow = load_saved(folder)
+    if not workflow.output_schema:
+        raise UserError(f"{folder} is not fitted: it has no schema. Save it after fit")
+    writers: dict[str, dag.Operator] = {}
+    for node in nodes(workflow.output_node):
+        for path in map(Path, files_of(node.op).values()):
+            if not path.exists():
+                raise UserError(
+                    f"{folder} lacks {SAVED_FILES}/{path.name}. Copy the whole folder, or fit with "
+                    "an absolute out_path and save again"
+                )
+            other = writers.setdefault(path.name, node.op)
+            if other is not node.op:
+                raise UserError(
+                    f"{operator_name(other)} and {operator_name(node.op)} both save to {path.name} "
+                    f"in {folder}, so that one file is lost. Rename the column before one of them, "
+                    "fit, write and save again"
+                )
+        if type(node.op) is ops.Categorify and "order" in node.input_schema.column_names:
+            raise UserError(
+                f"Categorify in {folder} reads a column called 'order', a name that it uses "
+                "itself: rows get ids of others. Rename the column, fit and write again"
+            )
+    return workflow
+
+
 def files_of(op: Any) -> dict[str, str]:
     """Files that an operator wrote at its fit, by storage name; its own dictionary."""
     if isinstance(op, ops.Categorify | ops.JoinGroupby):

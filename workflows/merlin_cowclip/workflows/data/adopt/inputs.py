@@ -12,9 +12,7 @@ from merlin_cowclip.workflows.data.adopt.graph import (
     SAVED_FILES,
     Column,
     Vocabulary,
-    files_of,
-    load_saved,
-    nodes,
+    load_fitted,
     operator_name,
     trace,
 )
@@ -31,10 +29,7 @@ from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
-    import nvtabular as nvt
-    from merlin.dag import Operator
     from merlin.schema import ColumnSchema, Schema, Tags
-    from nvtabular import ops
 
 WORKFLOW_FILES = ("workflow.pkl", "metadata.json")  # what nvt.Workflow.save writes
 _TARGETS = {
@@ -56,7 +51,7 @@ class Pipeline:
     @classmethod
     def of(cls, folder: Path, files: list[ParquetFile], label: str, name: str) -> Pipeline:
         """Load a workflow, and check that it is supported and fits the parquet."""
-        workflow = load_workflow(folder)
+        workflow = load_fitted(folder)
         columns = trace(workflow.output_node)
         numbers, ids, left_out = _roles(workflow.output_schema, label, columns)
         stored, given = files[0].schema, {label, *workflow.output_schema.column_names}
@@ -91,34 +86,6 @@ class Pipeline:
             for c in spec.fields
         ]
         return cls(spec, Schema([target, *inputs]), cardinalities, columns, notes)
-
-
-def load_workflow(folder: Path) -> nvt.Workflow:
-    """Load a fitted workflow that has all its files; see `load_saved`."""
-    workflow = load_saved(folder)
-    if not workflow.output_schema:
-        raise UserError(f"{folder} is not fitted: it has no schema. Save it after fit")
-    writers: dict[str, Operator] = {}
-    for node in nodes(workflow.output_node):
-        for path in map(Path, files_of(node.op).values()):
-            if not path.exists():
-                raise UserError(
-                    f"{folder} lacks {SAVED_FILES}/{path.name}. Copy the whole folder, or fit with "
-                    "an absolute out_path and save again"
-                )
-            other = writers.setdefault(path.name, node.op)
-            if other is not node.op:
-                raise UserError(
-                    f"{operator_name(other)} and {operator_name(node.op)} both save to {path.name} "
-                    f"in {folder}, so that one file is lost. Rename the column before one of them, "
-                    "fit, write and save again"
-                )
-        if type(node.op) is ops.Categorify and "order" in node.input_schema.column_names:
-            raise UserError(
-                f"Categorify in {folder} reads a column called 'order', a name that it uses "
-                "itself: rows get ids of others. Rename the column, fit and write again"
-            )
-    return workflow
 
 
 def _refuse_partial_row_ops(columns: Mapping[str, Column]) -> None:

@@ -81,7 +81,7 @@ def _views(rows: pd.DataFrame) -> list[Callable[[pd.DataFrame], pd.DataFrame]]:
     numbers = rows.select_dtypes("floating").astype("float64")
     numbers = numbers.where(np.isfinite(numbers))
     sizes = pd.concat([1e-3 * numbers.std(ddof=0), 1e-5 * numbers.abs().max()], axis=1)
-    intervals = sizes.max(axis=1).replace(0, 1).fillna(1)
+    intervals = sizes.max(axis=1).replace(0, 1).fillna(1).to_dict()
 
     def view(frame: pd.DataFrame, shift: float) -> pd.DataFrame:
         found = frame[[*rows]].copy()
