@@ -139,6 +139,8 @@ def write_synthetic(
     Raises:
         UserError: an unknown data set, too few rows or IDs, or a file exists.
     """
+    from sklearn.metrics import log_loss, roc_auc_score
+
     path = Path(path)
     if dataset not in _LOGS:
         raise UserError(f"dataset must be one of 'criteo', 'avazu'. Received: {dataset!r}")
@@ -169,10 +171,13 @@ def write_synthetic(
                     columns["hour"] = pa.array(_AVAZU_HOURS).take(pa.array(hours))
                     columns["id"] = pa.array(random.integers(10**16, 2**64 - 1, n, dtype=np.uint64))
                 sink.write(_lines([columns[name] for name in names], spec.separator))
-        truth = _truth(np.concatenate(labels), np.concatenate(probabilities))
-        found = SyntheticTruth(dataset, rows, seed, cardinality, *truth)
-        write_json(truth_file, dataclasses.asdict(found))
-    return found
+        clicks, probability = np.concatenate(labels), np.concatenate(probabilities)
+        auc = float(roc_auc_score(clicks, probability))
+        loss = float(log_loss(clicks, probability.astype(np.float64), labels=[0, 1]))
+        rate = float(clicks.mean())
+        truth = SyntheticTruth(dataset, rows, seed, cardinality, rate, auc, loss)
+        write_json(truth_file, dataclasses.asdict(truth))
+    return truth
 
 
 def _lines(columns: Sequence[pa.Array], separator: str) -> bytes:
@@ -181,14 +186,6 @@ def _lines(columns: Sequence[pa.Array], separator: str) -> bytes:
     nulls = {"null_handling": "replace", "null_replacement": ""}
     lines = pc.binary_join_element_wise(*cells, separator, **nulls).to_pylist()
     return "\n".join([*lines, ""]).encode()
-
-
-def _truth(labels: np.ndarray, probabilities: np.ndarray) -> tuple[float, float, float]:
-    """Click rate, AUC and log loss."""
-    from sklearn.metrics import log_loss, roc_auc_score
-
-    loss = log_loss(labels, probabilities.astype(np.float64), labels=[0, 1])
-    return float(labels.mean()), float(roc_auc_score(labels, probabilities)), float(loss)
 
 
 # A field's texts, (n,); their cumulated shares, (n,); the weights of them and of a missing id,
