@@ -56,18 +56,20 @@ class CsvSource(Source):
 
     def check(self) -> None:
         """Check the first row against the spec."""
-        cells, has_header = self._first_row(), self.spec.columns is None
-        one = len(cells) == 1 < len(self.wanted)  # with another separator
-        if not (one if has_header else len(cells) != len(self.names)):
-            super().check()
-            return
-        name, separator = self.spec.name, self.spec.separator
-        expected = f"at least {len(self.wanted)}" if has_header else str(len(self.names))
-        raise UserError(
-            f"{self.path} is not in {name[:1].upper()}{name[1:]} format (expected {expected} "
-            f"{SEPARATORS.get(separator, repr(separator))}-separated columns, found {len(cells)}). "
-            "Name its own data set, or set separator, header and columns in its specification"
-        )
+        found, expected = len(self._first_row()), str(len(self.names))
+        fits = found == len(self.names)
+        if self.spec.columns is None:
+            expected = f"at least {len(self.wanted)}"
+            fits = found > 1 or len(self.wanted) == 1  # else it has another separator
+        if not fits:
+            name, separator = self.spec.name, self.spec.separator
+            separated = SEPARATORS.get(separator, repr(separator))
+            raise UserError(
+                f"{self.path} is not in {name[:1].upper()}{name[1:]} format (expected {expected} "
+                f"{separated}-separated columns, found {found}). Name its own data set, or set "
+                "separator, header and columns in its specification"
+            )
+        super().check()
 
     @functools.cached_property
     def quoted(self) -> bool:
