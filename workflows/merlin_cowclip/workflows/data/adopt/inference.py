@@ -208,9 +208,8 @@ def _alike(kind: pa.DataType) -> Any:
 
 def _zeros(rows: int, kind: pa.DataType | None) -> pa.Array:
     """A column in the place of one that is missing, with a value that operators can work on."""
-    if kind is not None and is_list(kind):
-        return pa.array([[]] * rows, kind)
+    zero: Any = [] if kind is not None and is_list(kind) else 0
     try:
-        return pa.array([0] * rows).cast(pa.string() if kind is None else kind)
+        return pa.array([zero] * rows).cast(pa.string() if kind is None else kind)
     except pa.ArrowException:  # dates, bytes
         return pa.nulls(rows, kind)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from merlin_cowclip.workflows.data.adopt import validate
 from merlin_cowclip.workflows.data.adopt.graph import (
     SAVED_FILES,
     Column,
@@ -17,12 +18,6 @@ from merlin_cowclip.workflows.data.adopt.graph import (
     trace,
 )
 from merlin_cowclip.workflows.data.adopt.inference import why_not_raw
-from merlin_cowclip.workflows.data.adopt.validate import (
-    ParquetFile,
-    check_columns,
-    element_type,
-    is_list,
-)
 from merlin_cowclip.workflows.data.prepared_data import domains_of
 from merlin_cowclip.workflows.data.spec import DatasetSpec, check_input_names
 from merlin_cowclip.workflows.errors import UserError, quoted
@@ -49,14 +44,14 @@ class Pipeline:
     notes: list[str]  # for the user
 
     @classmethod
-    def of(cls, folder: Path, files: list[ParquetFile], label: str, name: str) -> Pipeline:
+    def of(cls, folder: Path, files: list[validate.ParquetFile], label: str, name: str) -> Pipeline:
         """Load a workflow, and check that it is supported and fits the parquet."""
         workflow = load_fitted(folder)
         columns = trace(workflow.output_node)
         numbers, ids, left_out = _roles(workflow.output_schema, label, columns)
         stored, given = files[0].schema, {label, *workflow.output_schema.column_names}
         left_out += [name for name in stored.names if name not in given]
-        lists = {c for c in ids if c in stored.names and is_list(stored.field(c).type)}
+        lists = {c for c in ids if c in stored.names and validate.is_list(stored.field(c).type)}
         spec = DatasetSpec(
             name=name or "adopted",
             label=label,
@@ -66,7 +61,7 @@ class Pipeline:
             format="parquet",
         )
         check_input_names(spec)
-        check_columns(spec, files, labelled=True)
+        validate.check_columns(spec, files, labelled=True)
         _refuse_partial_row_ops({c: columns[c] for c in (label, *spec.fields) if c in columns})
         notes = []
         if left_out:
@@ -164,7 +159,7 @@ def _input_schema(
         column.name,
         tags=[tag for tag in column.tags if tag not in _TARGETS],
         properties=properties,
-        dtype=element_type(kind).to_pandas_dtype(),
-        is_list=is_list(kind),
-        is_ragged=is_list(kind),
+        dtype=validate.element_type(kind).to_pandas_dtype(),
+        is_list=validate.is_list(kind),
+        is_ragged=validate.is_list(kind),
     )

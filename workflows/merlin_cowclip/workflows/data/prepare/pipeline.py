@@ -79,9 +79,6 @@ def prepare(
         engine: what fits and encodes columns: "arrow", or "nvtabular", which ``device="gpu"``
             implies. IDs that occur equally often may be numbered differently.
 
-    Returns:
-        The prepared folder.
-
     Raises:
         UserError: bad input; nothing is left behind.
     """
