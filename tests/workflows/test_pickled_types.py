@@ -22,7 +22,7 @@ class RunsCode(pa.PyExtensionType):
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("module", ["sources.base", "adopt.parquet_files", "prepared_data"])
+@pytest.mark.parametrize("module", ["sources.base", "adopt.validate", "prepared_data"])
 def test_what_reads_parquet_refuses_it(tmp_path, module):
     column = pa.ExtensionArray.from_storage(RunsCode(tmp_path / "ran"), pa.array([0, 1]))
     pq.write_table(pa.table({"y": column}), tmp_path / "evil.parquet")

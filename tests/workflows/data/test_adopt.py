@@ -17,8 +17,8 @@ import pytest
 
 from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.adopt.parquet_files import open_files
 from merlin_cowclip.workflows.data.adopt.pipeline import adopt
+from merlin_cowclip.workflows.data.adopt.validate import open_files
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports

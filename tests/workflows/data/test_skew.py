@@ -13,7 +13,7 @@ from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.adopt import skew
 from merlin_cowclip.workflows.data.adopt.graph import load_saved
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
-from merlin_cowclip.workflows.data.adopt.parquet_files import open_files
+from merlin_cowclip.workflows.data.adopt.validate import open_files
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.quiet import quiet_imports, quiet_operators
 

@@ -38,11 +38,7 @@ _of_spec = functools.partial(option, group="Override the data set's specificatio
 @option("--out", required=True, type=PATH, metavar="DATA", help="prepared folder to write")
 @option("--seed", type=int, default=0, metavar="N", help="random seed of split and shuffle")
 @option(
-    "--workers",
-    type=int,
-    default=0,
-    metavar="N",
-    help="Dask processes on this machine, one per GPU with --device gpu; 0: threads",
+    "--workers", type=int, default=0, metavar="N", help="Dask processes, one per GPU; 0: threads"
 )
 @option(
     "--engine",
@@ -51,34 +47,12 @@ _of_spec = functools.partial(option, group="Override the data set's specificatio
     shown="arrow; nvtabular with --device gpu",
 )
 @option("--device", default="cpu", metavar="cpu|gpu", help="device of NVTabular")
-@option(
-    "--like",
-    type=PATH,
-    metavar="RUN|DATA",
-    help="encode LOGs with the vocabulary and ranges of a run or prepared folder; name no data set",
-)
-@_of_spec(
-    "--split",
-    metavar="random|sequential|time",
-    help="test split: random rows, the last rows, or the latest rows by time",
-)
+@option("--like", type=PATH, metavar="RUN|DATA", help="encode as this run or folder does")
+@_of_spec("--split", metavar="random|sequential|time", help="test rows: random, last or latest")
 @_of_spec("--test", type=float, metavar="SHARE", help="share of the rows in the test split")
-@_of_spec(
-    "--time-column",
-    metavar="COLUMN",
-    help="with --split time: column of numbers, or of text that sorts by time",
-)
-@_of_spec(
-    "--freq-threshold",
-    type=COUNTS,
-    help="ids with a lower count in the training split are unknown",
-)
-@_of_spec(
-    "--hash-buckets",
-    type=COUNTS,
-    help="embedding rows that unknown ids share by hash",
-    shown="1",
-)
+@_of_spec("--time-column", metavar="COLUMN", help="times, for --split time: numbers or text")
+@_of_spec("--freq-threshold", type=COUNTS, help="ids with a lower training count are unknown")
+@_of_spec("--hash-buckets", type=COUNTS, help="embeddings that unknown ids share", shown="1")
 @_of_spec("--non-finite", metavar="refuse|missing", help="what to do with inf and NaN")
 def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> None:
     """Turn raw logs into ids, counts and parquet.
@@ -95,20 +69,37 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
         like, input = _encoding(run, values), (dataset, *input)
     elif not input:
         raise UserError("prepare needs LOG, files or folders, after criteo, avazu or SPEC.toml")
-    spec = _changed_spec(find_spec(dataset) if like is None else like.spec, values)
+    spec = _changed_spec(like.spec if like else find_spec(dataset), values)
     options = {name: values[name] for name in ("seed", "workers", "device", "engine")}
     data = prepare(spec, input, out, like=like, **options)
-    for name, field in data.report["fields"].items():
-        if field.get("not_finite"):
-            print(f"{name}: {field['not_finite']:,} numbers that were not finite are missing")
-        if "note" in field and like is None:
-            print(f"{name}: {field['note']}")
-    print(_summary(data))
-    if like is not None:
-        print(_unknown(data))
+    _print_report(data, is_fitted=like is None)
     is_run = run is not None and (run / "config.json").exists()
     warm_start = f" --warm-start {shlex.quote(str(run))}" * is_run
     print(f"Next: merlin-cowclip train {shlex.quote(str(data.path))}{warm_start} --out run")
+
+
+def _print_report(data: PreparedData, is_fitted: bool) -> None:
+    """Rows, click rates, split, the ids of each field; unknown ids of an earlier vocabulary."""
+    fields, split = data.report["fields"], data.spec.split
+    for name, field in fields.items():
+        if field.get("not_finite"):
+            print(f"{name}: {field['not_finite']:,} numbers that were not finite are missing")
+        if "note" in field and is_fitted:
+            print(f"{name}: {field['note']}")
+    rows = [
+        f"{number:,} {'training' if part == 'train' else part} rows "
+        f"({100 * data.report['positives'][part] / number:.1f} % clicks)"
+        for part, number in data.rows.items()
+    ]
+    column = f" by {split.column!r}" if split.column else ""
+    print(f"{' and '.join(rows)}, split {split.kind}{column}: {data.path}")
+    ids = {name: fields[name]["distinct"] for name in data.spec.ids}
+    print(f"{sum(ids.values()):,} ids in {len(ids)} fields: {_most(ids)}")
+    if not is_fitted:
+        unknown = {name: fields[name]["below_threshold"] for name in data.spec.ids}
+        share = sum(unknown.values()) / max(sum(fields[name]["occurrences"] for name in ids), 1)
+        shown = _most({name: number for name, number in unknown.items() if number})
+        print(f"unknown ids: {share:.1%} of the training occurrences{f' ({shown})' * bool(shown)}")
 
 
 def _encoding(path: Path, values: Mapping[str, Any]) -> Encoding:
@@ -118,10 +109,9 @@ def _encoding(path: Path, values: Mapping[str, Any]) -> Encoding:
     from merlin_cowclip.workflows.data.spec import DatasetSpec
     from merlin_cowclip.workflows.training.runs import Run, inputs_of
 
-    for name in ("freq_threshold", "hash_buckets", "non_finite"):
-        if values[name] is not None:
-            shown = name.replace("_", "-")
-            raise UserError(f"--like keeps the vocabulary of {path}. Leave --{shown} out")
+    for name in ("freq-threshold", "hash-buckets", "non-finite"):
+        if values[name.replace("-", "_")] is not None:
+            raise UserError(f"--like keeps the vocabulary of {path}. Leave --{name} out")
     is_data = (path / RECORD).exists()
     inputs = inputs_of(PreparedData.open(path)) if is_data else Run.open(path).config
     if inputs["ranges"] is None:
@@ -132,15 +122,6 @@ def _encoding(path: Path, values: Mapping[str, Any]) -> Encoding:
     if any(ids["missing"] != 1 for ids in inputs["special_ids"].values()):
         raise UserError(f"{path} is of top-k data, which --like does not make")
     return Encoding(DatasetSpec.from_dict(inputs["spec"]), inputs["ranges"], path)
-
-
-def _unknown(data: PreparedData) -> str:
-    """How many ids of the training split the earlier vocabulary does not have."""
-    fields = [data.report["fields"][name] for name in data.spec.ids]
-    unknown = {n: of["below_threshold"] for n, of in zip(data.spec.ids, fields, strict=True)}
-    share = sum(unknown.values()) / max(sum(of["occurrences"] for of in fields), 1)
-    shown = _most({name: number for name, number in unknown.items() if number})
-    return f"unknown ids: {share:.1%} of the training occurrences{f' ({shown})' * bool(shown)}"
 
 
 def _most(numbers: Mapping[str, int]) -> str:
@@ -169,22 +150,19 @@ def frequencies(
     frequencies.png (Figure 3). With --top-k: a prepared folder with the k most frequent ids of each
     field and one for all others, as in Table 1 of the paper.
     """
-    from merlin_cowclip.workflows.data.prepared_data import PreparedData
-
-    opened = PreparedData.open(data)
     from merlin_cowclip.workflows.data.frequencies import BATCH_SIZES, frequencies
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 
+    opened = PreparedData.open(data)
     if top_k is not None:
-        for name, value in (("batch-sizes", batch_sizes), ("fields", fields)):
-            if value:
-                raise UserError(f"--top-k excludes --{name}. Received: both. Leave one out")
+        if batch_sizes or fields:
+            raise UserError("--top-k excludes --fields and --batch-sizes. Leave them out")
         if out is None:
-            raise UserError("--top-k needs --out, the folder to write. Received: none. Name one")
+            raise UserError("--top-k needs --out, the folder to write")
         print(_sizes(keep_top_ids(opened, top_k, out)))
         return
-    sizes = batch_sizes or BATCH_SIZES
-    found = frequencies(opened, out, batch_sizes=sizes, fields=list(fields) or None)
+    found = frequencies(opened, out, batch_sizes=batch_sizes or BATCH_SIZES, fields=fields)
     print(found.table())
     print(
         "top 3: share of the 3 most frequent ids; ids for 90 %: as few of the most frequent ones.\n"
@@ -200,21 +178,10 @@ def frequencies(
     cls=Command, example="adopt train/ --test valid/ --workflow workflow/ --label click --out data"
 )
 @argument("parquet", nargs=-1, required=True, metavar="PARQUET...")
-@option(
-    "--workflow",
-    required=True,
-    type=PATH,
-    metavar="FOLDER",
-    help="what nvtabular.Workflow.save wrote",
-)
+@option("--workflow", required=True, type=PATH, metavar="FOLDER", help="saved NVTabular workflow")
 @option("--label", required=True, metavar="COLUMN", help="column of 0 and 1")
 @option("--out", required=True, type=PATH, metavar="DATA", help="prepared folder to write")
-@option(
-    "--test",
-    many=True,
-    metavar="PARQUET...",
-    help="test part; without one there are no metrics",
-)
+@option("--test", many=True, metavar="PARQUET...", help="test split; without it, no metrics")
 @option(
     "--check-raw",
     many=True,
@@ -246,28 +213,13 @@ def adopt(
     print(_sizes(data))
 
 
-def _summary(data: PreparedData) -> str:
-    """Rows, click rates, split, and the ids of each field."""
-    report, split = data.report, data.spec.split
-    parts = [
-        f"{number:,} {'training' if part == 'train' else part} rows "
-        f"({100 * report['positives'][part] / number:.1f} % clicks)"
-        for part, number in data.rows.items()
-    ]
-    column = f" by {split.column!r}" if split.column else ""
-    ids = {name: report["fields"][name]["distinct"] for name in data.spec.ids}
-    return (
-        f"{' and '.join(parts)}, split {split.kind}{column}: {data.path}\n"
-        f"{sum(ids.values()):,} ids in {len(ids)} fields: {_most(ids)}"
-    )
-
-
 def _changed_spec(spec: DatasetSpec, values: Mapping[str, Any]) -> DatasetSpec:
     """The spec with what the command line says instead."""
+    from merlin_cowclip.workflows.data.spec import Split
+
     kind = values["split"] or spec.split.kind
     column = values["time_column"] or (spec.split.column if kind == "time" else None)
     test = spec.split.test if values["test"] is None else values["test"]
-    split = dataclasses.replace(spec.split, kind=kind, test=test, column=column)
     names = ("freq_threshold", "hash_buckets", "non_finite")
     changes = given({name: values[name] for name in names})
     for name, value in changes.items():
@@ -276,7 +228,7 @@ def _changed_spec(spec: DatasetSpec, values: Mapping[str, Any]) -> DatasetSpec:
             if not isinstance(before, Mapping):
                 before = dict.fromkeys(spec.ids, before) if before > 1 else {}
             changes[name] = {**before, **value}
-    return dataclasses.replace(spec, split=split, **changes)
+    return dataclasses.replace(spec, split=Split(kind, test, column), **changes)
 
 
 def _columns(data: PreparedData) -> str:

@@ -27,8 +27,7 @@ def write_counts(
 def read_counts(data: PreparedData, field: str) -> pa.Table:
     """``id``, ``raw``, ``count`` of a field, row i for ID i; the padding of lists has count 0.
 
-    Raises:
-        UserError: they do not belong to the training rows.
+    Raises UserError if they do not belong to the training rows.
     """
     path = data.path / "counts" / f"{field}.parquet"
     table = pq.read_table(path, columns=["id", "raw", "count"])

@@ -24,10 +24,7 @@ from merlin_cowclip.workflows.progress import progress_bar
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FOLDER = "frequencies"  # in the prepared folder, unless another is named
-TABLE, SUMMARY = "frequencies.parquet", "summary.parquet"
 BATCH_SIZES = tuple(K * 2**i for i in range(8))  # 1K to 128K
-MAX_BATCH_SIZE = 1 << 53  # up to which a float holds every whole number
 TOP = (1, 3, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
 PERCENTS = (50, 90, 99)
 
@@ -39,11 +36,6 @@ class Frequencies:
     path: Path
     summary: pd.DataFrame
 
-    @classmethod
-    def open(cls, path: Path) -> Frequencies:
-        """Open a folder that `frequencies` wrote; raises FileNotFoundError if it has no summary."""
-        return cls(path, pd.read_parquet(path / SUMMARY))
-
     @property
     def rows(self) -> int:
         """Training rows."""
@@ -52,32 +44,24 @@ class Frequencies:
     @property
     def batch_sizes(self) -> list[int]:
         """Batch sizes of the summary."""
-        names = map(str, self.summary)
-        return [int(name[5:]) for name in names if name.startswith("rare_")]
+        return [int(name[5:]) for name in map(str, self.summary) if name.startswith("rare_")]
 
     def table(self) -> str:
-        """One line per field: IDs, coverage, and the share of rare IDs by batch size."""
+        """One line per field: IDs, coverage, and the share of rare IDs by batch size.
+
+        Shares are in percent; "-" if the batch exceeds the data. All fields come last.
+        """
+        lines = []
+        for row in self.summary.to_dict("records"):
+            rare = [_percent(row[f"rare_{b}"]) if b <= self.rows else "-" for b in self.batch_sizes]
+            name = "all fields" if row["field"] is None else row["field"]
+            held = [f"{row['ids']:,}", _percent(row["top_3"]), f"{row['ids_for_90']:,}"]
+            lines.append([name, *held, *rare])
         header = ["field", "ids", "top 3, %", "ids for 90 %", *map(_short, self.batch_sizes)]
-        table = format_table(header, self.lines())
+        table = format_table(header, lines)
         end = table.index("90 %") + 4
         rest = table.index("\n") - end - 2
         return f"{'of all occurrences':>{end}}  {'rare ids (%) at batch size':>{rest}}\n{table}"
-
-    def lines(self) -> list[list[str]]:
-        """The cells of `table`, in percent, all fields last; "-" if the batch exceeds the data."""
-        return [
-            [
-                "all fields" if row["field"] is None else row["field"],
-                f"{row['ids']:,}",
-                _percent(row["top_3"]),
-                f"{row['ids_for_90']:,}",
-                *(
-                    _percent(row[f"rare_{size}"]) if size <= self.rows else "-"
-                    for size in self.batch_sizes
-                ),
-            ]
-            for row in self.summary.to_dict("records")
-        ]
 
 
 def frequencies(
@@ -119,9 +103,9 @@ def frequencies(
     Raises:
         UserError: a bad argument, counts that cannot be read, or the folder exists.
     """
-    out = data.path / FOLDER if out is None else Path(out)
+    out = data.path / "frequencies" if out is None else Path(out)
     for size in batch_sizes:
-        check_whole("batch size", size, 1, MAX_BATCH_SIZE)
+        check_whole("batch size", size, 1, 1 << 53)  # a float holds it
     sizes = sorted({int(size) for size in batch_sizes})
     for field in fields or ():
         data.check_field(field)
@@ -129,7 +113,7 @@ def frequencies(
     found: dict[str, pd.Series[int]] = {}
     with all_or_nothing(out) as folder:
         with (
-            pq.ParquetWriter(folder / TABLE, _LONG) as writer,
+            pq.ParquetWriter(folder / "frequencies.parquet", _LONG) as writer,
             progress_bar("counting", len(data.spec.ids), " fields", show=progress) as bar,
         ):
             for field in data.spec.ids:
@@ -141,8 +125,9 @@ def frequencies(
         by_domain = pd.concat([distribution(counts_of_ids(data, one)) for one in data.domains])
         lines.append(_summary(None, by_domain.groupby(level=0).sum()[::-1], rows, sizes))
         summary = pd.DataFrame(lines)
-        summary.to_parquet(folder / SUMMARY, index=False)
-        panels = fields or few_middle_most({name: int(ids.sum()) for name, ids in found.items()})
+        summary.to_parquet(folder / "summary.parquet", index=False)
+        by_ids = sorted(found, key=lambda field: int(found[field].sum()))
+        panels = fields or dict.fromkeys(by_ids[i] for i in (0, len(by_ids) // 2, -1))
         figure = plot({field: found[field] for field in panels}, rows, sizes)
         figure.savefig(folder / "frequencies.png")
     return Frequencies(out, summary)
@@ -151,12 +136,6 @@ def frequencies(
 def distribution(counts: np.ndarray) -> pd.Series[int]:
     """How many of n IDs have each count, by descending count; zeros are left out."""
     return pd.Series(counts[counts > 0]).value_counts().sort_index(ascending=False)
-
-
-def few_middle_most(ids: Mapping[str, int]) -> list[str]:
-    """The fields with the fewest, the median and the most IDs."""
-    by_ids = sorted(ids, key=lambda field: ids[field])
-    return list(dict.fromkeys([by_ids[0], by_ids[len(by_ids) // 2], by_ids[-1]]))
 
 
 def plot(

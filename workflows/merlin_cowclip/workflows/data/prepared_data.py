@@ -45,18 +45,15 @@ class PreparedData:
     def open(cls, path: str | Path) -> PreparedData:
         """Open a folder and compare its files with the manifest; no row is read.
 
-        Raises:
-            UserError: not a prepared folder, of another version, or a file is missing, new or
-                changed.
+        Raises UserError for another folder or version, and for a missing, new or changed file.
         """
         path = Path(path)
-        place = path / RECORD
         if not path.is_dir():
             raise UserError(
                 f"no folder '{path}'. DATA must be a folder that prepare or adopt wrote"
             )
         try:
-            record = json.loads(place.read_text(encoding="utf-8"))
+            record = json.loads((path / RECORD).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{path} is not a whole prepared folder: cannot read {RECORD}, which is written "
@@ -64,8 +61,8 @@ class PreparedData:
             ) from None
         if record.get("format") != FORMAT_VERSION:
             raise UserError(
-                f"{place} has format {record.get('format')!r} instead of {FORMAT_VERSION}. Prepare "
-                "the data again with this version"
+                f"{path / RECORD} has format {record.get('format')!r} instead of {FORMAT_VERSION}. "
+                f"{_AGAIN} with this version"
             )
         check_manifest(path, record["manifest"], "prepared data", _AGAIN, PARTS)
         for states in record.get("files", {}).values():
@@ -157,11 +154,8 @@ class PreparedData:
     def workflow(self, *, trust: bool = False) -> Any:
         """The fitted ``nvtabular.Workflow``; loading it runs code from the folder (cloudpickle).
 
-        Args:
-            trust: load it also if the manifest does not confirm its files.
-
-        Raises:
-            UserError: the manifest does not confirm it, or it does not load here.
+        Raises UserError if it does not load here, or if the manifest does not confirm its files:
+        ``trust`` loads it all the same.
         """
         from merlin_cowclip.workflows.data.adopt.graph import load_saved
 
@@ -172,12 +166,8 @@ class PreparedData:
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     """Write ``prepare.json``, the last file, with package versions and the manifest; returns it."""
-    record = {
-        **record,
-        "versions": package_versions(),
-        "format": FORMAT_VERSION,
-        "manifest": manifest_of(folder),
-    }
+    record = {**record, "versions": package_versions(), "format": FORMAT_VERSION}
+    record["manifest"] = manifest_of(folder)
     write_json(folder / RECORD, record)
     return record
 

@@ -20,9 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-FORMATS = ("csv", "parquet")
 SPLIT_KINDS = ("random", "sequential", "time")
-NON_FINITE = ("refuse", "missing")
 MAX_BUCKETS = 1 << 30  # ids are 32 bits wide while data is prepared
 
 
@@ -218,8 +216,8 @@ _RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     ),
     (("header", "quotes"), "true or false", lambda v: isinstance(v, bool)),
     (("separator", "list_separator"), "one ASCII character, not a quote or line end", _is_sign),
-    (("format",), f"one of {quoted(FORMATS)}", lambda v: v in FORMATS),
-    (("non_finite",), f"one of {quoted(NON_FINITE)}", lambda v: v in NON_FINITE),
+    (("format",), "one of 'csv', 'parquet'", lambda v: v in ("csv", "parquet")),
+    (("non_finite",), "one of 'refuse', 'missing'", lambda v: v in ("refuse", "missing")),
     (("split",), "a table with kind and test", lambda v: isinstance(v, Split)),
 )
 

@@ -139,19 +139,21 @@ def write_synthetic(
     Raises:
         UserError: an unknown data set, too few rows or IDs, or a file exists.
     """
+    from sklearn.metrics import log_loss, roc_auc_score
+
     path = Path(path)
-    truth_path = path.with_name(path.name + ".truth.json")
     if dataset not in _LOGS:
         raise UserError(f"dataset must be one of 'criteo', 'avazu'. Received: {dataset!r}")
     check_whole("rows", rows, 100)
     check_whole("seed", seed, 0)
     check_whole("cardinality", cardinality, 10)
+    log, labels, probabilities = _LOGS[dataset], [], []
+    spec = log.spec
     with (
         all_or_nothing(path, "file") as log_file,
-        all_or_nothing(truth_path, "file") as truth_file,
+        all_or_nothing(path.with_name(f"{path.name}.truth.json"), "file") as truth_file,
     ):
-        world = _World(_LOGS[dataset], seed, cardinality)
-        spec, labels, probabilities = world.log.spec, [], []
+        world = _World(log, seed, cardinality)
         names = spec.columns or ("id", spec.label, *spec.categorical)
         with pa.output_stream(str(log_file)) as sink:
             if spec.header:
@@ -160,20 +162,22 @@ def write_synthetic(
                 n = min(CHUNK_ROWS, rows - start)
                 random = np.random.default_rng([seed, 2, chunk])
                 columns, effects = world.draw(n, random)
-                probability = world.probability(effects)
-                label = (random.random(n) < probability).astype(np.int8)
-                labels.append(label)
+                probability = _sigmoid(world.factor * world.effect(effects) + world.intercept)
+                labels.append((random.random(n) < probability).astype(np.int8))
                 probabilities.append(probability.astype(np.float32))
-                columns[spec.label] = pa.array(label)
+                columns[spec.label] = pa.array(labels[-1])
                 if spec is AVAZU:
                     hours = (np.arange(start, start + n) * len(_AVAZU_HOURS)) // rows
                     columns["hour"] = pa.array(_AVAZU_HOURS).take(pa.array(hours))
                     columns["id"] = pa.array(random.integers(10**16, 2**64 - 1, n, dtype=np.uint64))
                 sink.write(_lines([columns[name] for name in names], spec.separator))
-        truth = _truth(np.concatenate(labels), np.concatenate(probabilities))
-        found = SyntheticTruth(dataset, rows, seed, cardinality, *truth)
-        write_json(truth_file, dataclasses.asdict(found))
-    return found
+        clicks, probability = np.concatenate(labels), np.concatenate(probabilities)
+        auc = float(roc_auc_score(clicks, probability))
+        loss = float(log_loss(clicks, probability.astype(np.float64), labels=[0, 1]))
+        rate = float(clicks.mean())
+        truth = SyntheticTruth(dataset, rows, seed, cardinality, rate, auc, loss)
+        write_json(truth_file, dataclasses.asdict(truth))
+    return truth
 
 
 def _lines(columns: Sequence[pa.Array], separator: str) -> bytes:
@@ -184,21 +188,9 @@ def _lines(columns: Sequence[pa.Array], separator: str) -> bytes:
     return "\n".join([*lines, ""]).encode()
 
 
-def _truth(labels: np.ndarray, probabilities: np.ndarray) -> tuple[float, float, float]:
-    """Click rate, AUC and log loss."""
-    from sklearn.metrics import log_loss, roc_auc_score
-
-    loss = log_loss(labels, probabilities.astype(np.float64), labels=[0, 1])
-    return float(labels.mean()), float(roc_auc_score(labels, probabilities)), float(loss)
-
-
-class _Planted(NamedTuple):
-    """A field's ids: how often they occur, and what they do to a click."""
-
-    texts: pa.Array
-    cumulative: np.ndarray
-    weights: np.ndarray  # (ids + 1,), the last one of a missing id
-    vectors: np.ndarray | None  # (ids + 1, LATENT_DIM), of the paired fields
+# A field's texts, (n,); their cumulated shares, (n,); the weights of them and of a missing id,
+# (n + 1,); and the vectors of a paired field, (n + 1, LATENT_DIM).
+_Planted = tuple[pa.Array, np.ndarray, np.ndarray, np.ndarray | None]
 
 
 class _World:
@@ -214,9 +206,10 @@ class _World:
         self.means, deviations = effects.mean(axis=1), effects.std(axis=1)
         shares = np.sqrt([FIRST_ORDER, SECOND_ORDER, NUMBERS if log.numbers else 0.0])
         self.scales = np.where(deviations > 0, shares / np.maximum(deviations, 1e-12), 0.0)
-        self.factor, self.intercept = _calibrate(self._effect(effects), log.click_rate)
+        self.factor, self.intercept = _calibrate(self.effect(effects), log.click_rate)
 
     def _plant(self, number: int, cardinality: int, random: np.random.Generator) -> _Planted:
+        """How often the ids of a field occur, and what they do to a click."""
         log, name = self.log, self.log.ids[number]
         values: Any = log.texts.get(name, "").split()
         size = len(values) or max(3, round(cardinality ** log.sizes[name]))
@@ -235,13 +228,10 @@ class _World:
             vectors *= np.append(learnable, 0.0)[:, None]
             # Centred: a pair's effect is none of either id alone, so linear models miss it.
             vectors[:-1] -= share @ vectors[:-1]
-        return _Planted(pa.array(values).cast(pa.string()), np.cumsum(share), weights, vectors)
+        return pa.array(values).cast(pa.string()), np.cumsum(share), weights, vectors
 
-    def probability(self, effects: np.ndarray) -> np.ndarray:
-        """P(click) of n rows, by their effects."""
-        return 1.0 / (1.0 + np.exp(-(self.factor * self._effect(effects) + self.intercept)))
-
-    def _effect(self, effects: np.ndarray) -> np.ndarray:
+    def effect(self, effects: np.ndarray) -> np.ndarray:
+        """The sum of the effects of each kind, (3, n), scaled to their shares."""
         return self.scales @ (effects - self.means[:, None])
 
     def draw(self, n: int, random: np.random.Generator) -> tuple[dict[str, pa.Array], np.ndarray]:
@@ -249,17 +239,16 @@ class _World:
         columns, effects = {}, np.zeros((3, n))
         total, own = np.zeros((n, LATENT_DIM)), np.zeros(n)
         for name, planted in zip(self.log.ids, self.planted, strict=True):
-            texts, cumulative, weights, of_ids = planted
+            texts, cumulative, weights, vectors = planted
             places = np.searchsorted(cumulative, random.random(n))
             places = np.minimum(places, len(texts) - 1)  # the sum of shares may end below 1
             if name in self.log.missing:
                 places[random.random(n) < self.log.missing[name]] = len(texts)
             columns[name] = texts.take(pa.array(places, mask=places == len(texts)))
             effects[0] += weights[places]
-            if of_ids is not None:
-                vectors = of_ids[places]
-                total += vectors
-                own += (vectors**2).sum(axis=1)
+            if vectors is not None:
+                total += vectors[places]
+                own += (vectors[places] ** 2).sum(axis=1)
         # Over all pairs, the sum of dot products is (|sum|² - sum of |.|²) / 2 (Rendle 2010).
         effects[1] = ((total**2).sum(axis=1) - own) / 2
         numbers = self.log.numbers.items()
@@ -287,19 +276,21 @@ def _calibrate(effect: np.ndarray, click_rate: float) -> tuple[float, float]:
     """(factor, intercept) so that sigmoid(factor · effect + intercept) has both wanted values."""
     effect = np.sort(effect)
 
-    def clicks(factor: float, intercept: float) -> np.ndarray:
-        return 1 / (1 + np.exp(-(factor * effect + intercept)))
-
     def intercept_for(factor: float) -> float:
-        return _bisect(lambda b: clicks(factor, b).mean() < click_rate, -30.0, 30.0, 40)
+        logits = factor * effect
+        return _bisect(lambda b: _sigmoid(logits + b).mean() < click_rate, -30.0, 30.0, 40)
 
     def expected_auc(factor: float) -> float:
-        p = clicks(factor, intercept_for(factor))
+        p = _sigmoid(factor * effect + intercept_for(factor))
         below = np.cumsum(1 - p) - (1 - p)  # expected negatives that score lower
         return float((p * below).sum() / (p.sum() * (1 - p).sum()))
 
     factor = _bisect(lambda factor: expected_auc(factor) < BEST_AUC, 0.0, 10.0, 20)
     return factor, intercept_for(factor)
+
+
+def _sigmoid(logits: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-logits))
 
 
 def _bisect(is_less: Callable[[float], Any], low: float, high: float, steps: int) -> float:

@@ -10,7 +10,8 @@ import numpy as np
 from pyarrow import types
 
 from merlin_cowclip.workflows import folders
-from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow, element_type
+from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
+from merlin_cowclip.workflows.data.adopt.validate import element_type
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.sources.base import is_text
 from merlin_cowclip.workflows.errors import UserError

@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from merlin_cowclip.plugins._checks import argument_name
 from merlin_cowclip.workflows.data.adopt.graph import load_saved
-from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow, element_type
-from merlin_cowclip.workflows.data.adopt.validate import BatchLocation
+from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
+from merlin_cowclip.workflows.data.adopt.validate import BatchLocation, element_type
 from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.merlin_systems import PredictTensorflow, TransformWorkflow

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.prepare.write import ROW_GROUP_ROWS
+from merlin_cowclip.workflows.data.prepare.column_store import ROW_GROUP_ROWS
 from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData, write_record
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing

@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile, check_columns, open_files
-from merlin_cowclip.workflows.data.adopt.validate import batches
+from merlin_cowclip.workflows.data.adopt.validate import (
+    ParquetFile,
+    batches,
+    check_columns,
+    open_files,
+)
 from merlin_cowclip.workflows.data.prepare.pipeline import READERS
 from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD
 from merlin_cowclip.workflows.data.sources.base import Source

@@ -38,13 +38,10 @@ _ROW_OPS = (ops.Filter, ops.Dropna, ops.Groupby)
 
 
 def load_saved(folder: str | Path) -> nvt.Workflow:
-    """Load a saved workflow, which runs code from its folder; its files are those in the folder.
+    """Load a saved workflow, which runs code from its folder; UserError if it does not load here.
 
     NVTabular derives a file's path by text replacement, and caches its content by path in the
     process. Both go wrong for folders that were moved, so the paths are set and the cache cleared.
-
-    Raises:
-        UserError: it does not load here.
     """
     folder = Path(folder).absolute()  # where NVTabular saves again, it replaces this text
     try:
@@ -62,6 +59,34 @@ def load_saved(folder: str | Path) -> nvt.Workflow:
             kind = "unique" if isinstance(node.op, ops.Categorify) else "cat_stats"
             path = folder / SAVED_FILES / f"{kind}.{storage}.parquet"
             files[storage] = str(path)
+    return workflow
+
+
+def load_fitted(folder: Path) -> nvt.Workflow:
+    """Load a fitted workflow that has all its files; see `load_saved`."""
+    workflow = load_saved(folder)
+    if not workflow.output_schema:
+        raise UserError(f"{folder} is not fitted: it has no schema. Save it after fit")
+    writers: dict[str, dag.Operator] = {}
+    for node in nodes(workflow.output_node):
+        for path in map(Path, files_of(node.op).values()):
+            if not path.exists():
+                raise UserError(
+                    f"{folder} lacks {SAVED_FILES}/{path.name}. Copy the whole folder, or fit with "
+                    "an absolute out_path and save again"
+                )
+            other = writers.setdefault(path.name, node.op)
+            if other is not node.op:
+                raise UserError(
+                    f"{operator_name(other)} and {operator_name(node.op)} both save to {path.name} "
+                    f"in {folder}, so that one file is lost. Rename the column before one of them, "
+                    "fit, write and save again"
+                )
+        if type(node.op) is ops.Categorify and "order" in node.input_schema.column_names:
+            raise UserError(
+                f"Categorify in {folder} reads a column called 'order', a name that it uses "
+                "itself: rows get ids of others. Rename the column, fit and write again"
+            )
     return workflow
 
 
@@ -92,19 +117,12 @@ def operator_name(op: Any) -> str:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The raw ids of one field, or of several that Categorify encodes jointly.
+    """The raw ids of one field, or of several that Categorify encodes jointly."""
 
-    Attributes:
-        column: the Categorify's column of their ids.
-        storage: its name of the vocabulary: the column's own, or for two columns a and b "a_b".
-        path: a parquet file, or a folder of them.
-        read: the raw column whose values they are; None if they are computed from others.
-    """
-
-    column: str
-    storage: str
-    path: Path
-    read: str | None
+    column: str  # the Categorify's column of their ids
+    storage: str  # its name of the vocabulary: the column's own, or "a_b" for two columns
+    path: Path  # a parquet file, or a folder of them
+    read: str | None  # the raw column with these values; None if they are computed from others
 
     @functools.cached_property
     def files(self) -> list[Path]:
@@ -150,21 +168,13 @@ def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 @dataclass(frozen=True)
 class Column:
-    """Where a column of a workflow comes from.
+    """Where a column of a workflow comes from."""
 
-    Attributes:
-        raw: raw columns that its values depend on.
-        same_as: the raw column of which it has the values; nulls may be filled.
-        vocabulary: that of the `Categorify` whose ids it holds, unchanged.
-        changed_by: nodes that computed its values, in order.
-        row_ops: nodes on the way that may drop, repeat or reorder rows.
-    """
-
-    raw: frozenset[str] = frozenset()
-    same_as: str | None = None
-    vocabulary: Vocabulary | None = None
-    changed_by: tuple[dag.Node, ...] = ()
-    row_ops: frozenset[dag.Node] = frozenset()
+    raw: frozenset[str] = frozenset()  # raw columns that its values depend on
+    same_as: str | None = None  # the raw column of which it has the values; nulls may be filled
+    vocabulary: Vocabulary | None = None  # of the `Categorify` whose ids it holds, unchanged
+    changed_by: tuple[dag.Node, ...] = ()  # nodes that computed its values, in order
+    row_ops: frozenset[dag.Node] = frozenset()  # nodes that may drop, repeat or reorder rows
 
     @property
     def is_hashed(self) -> bool:

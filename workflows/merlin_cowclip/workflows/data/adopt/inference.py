@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from merlin_cowclip.workflows.data.adopt.graph import Column, nodes, operator_name, trace
-from merlin_cowclip.workflows.data.adopt.parquet_files import is_list
+from merlin_cowclip.workflows.data.adopt.validate import is_list
 from merlin_cowclip.workflows.data.sources.base import is_text
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
@@ -30,17 +30,12 @@ class InferenceWorkflow:
     also where stock `Categorify` fails on them. Raw columns that no model input depends on, such as
     the label, may be missing; they are filled.
 
-    Args:
-        workflow: fitted; changed in place.
-        spec: the model's inputs and label.
+    The fitted workflow is changed in place. Raises UserError if it cannot encode rows one by one.
 
     Attributes:
         types: raw column → Arrow type at the fit; None if the workflow does not know it.
         required: raw columns that a model input depends on.
         of_label: raw columns that the label is computed from; None if the workflow has no label.
-
-    Raises:
-        UserError: the workflow cannot encode rows one by one.
     """
 
     def __init__(self, workflow: nvt.Workflow, spec: DatasetSpec) -> None:
@@ -62,10 +57,6 @@ class InferenceWorkflow:
         self.required = frozenset().union(*(column.raw for column in columns.values()))
         self.of_label = outputs[spec.label].raw if spec.label in outputs else None
 
-    def missing(self, given: Sequence[str]) -> list[str]:
-        """Required columns that are not there."""
-        return [name for name in self.columns if name in self.required and name not in given]
-
     def has_label(self, given: Sequence[str]) -> bool:
         """Whether the label is computed from columns that are there."""
         return self.of_label is not None and self.of_label <= set(given)
@@ -73,35 +64,30 @@ class InferenceWorkflow:
     def transform(
         self, columns: Mapping[str, Any], where: object, may_drop: bool = False
     ) -> pd.DataFrame:
-        """Encode raw rows, one for each, in order.
+        """Encode raw rows, one for each, in order; ``where`` they are from is for messages.
 
-        Args:
-            columns: by name Arrow arrays, or columns of a frame.
-            where: of the rows, for messages.
-            may_drop: whether the workflow may drop rows.
-
-        Raises:
-            UserError: a column is missing or of another type than at the fit, the workflow fails,
-                or it returns another number of rows.
+        ``columns`` are Arrow arrays, or columns of a frame. Raises UserError if one is missing or
+        of another type than at the fit, if the workflow fails, or if it returns another number of
+        rows, unless it ``may_drop`` some.
         """
-        if missing := self.missing(list(columns)):
+        absent = [name for name in self.columns if name not in columns]
+        if missing := [name for name in absent if name in self.required]:
             raise UserError(f"{where} lacks columns of the workflow: {quoted(missing)}")
         rows = len(next(iter(columns.values())))
-        frame = {}
-        for name, kind in self.types.items():
-            if name in columns:
-                frame[name] = _cast(columns[name], kind, f"column {name!r} of {where}").to_pandas()
-            else:
-                frame[name] = _zeros(rows, kind).to_pandas()
+        frame = {
+            name: _zeros(rows, kind)
+            if name in absent
+            else _cast(columns[name], kind, f"column {name!r} of {where}")
+            for name, kind in self.types.items()
+        }
         try:
             with quiet_operators():
-                out = self.workflow.transform(pd.DataFrame(frame))
+                out = self.workflow.transform(pa.table(frame).to_pandas())
         except UserError:
             raise
         except Exception as error:  # whatever the user's own operators raise
             cause = error.__cause__ or error
-            filled = quoted(name for name in frame if name not in columns)
-            hint = f" ({filled}, missing, was filled)" if filled else ""
+            hint = f" ({quoted(absent)}, missing, was filled)" if absent else ""
             raise UserError(
                 f"the workflow fails on {where}{hint}: {type(cause).__name__}: "
                 f"{clipped(str(cause))}. Give rows as it was fitted on"
@@ -137,10 +123,7 @@ class NullSafeCategorify(ops.Categorify):
     """A fitted `Categorify` that gives a null id 1, and an empty list for a null list.
 
     Stock fails on a batch of nulls only, and on a null among integers if the fit had none.
-
-    Args:
-        fitted: of which it is a copy.
-        lists: columns of lists, which a batch of nulls does not show.
+    ``lists`` are the columns of lists, which a batch of nulls does not show.
     """
 
     def __init__(self, fitted: ops.Categorify, lists: frozenset[str]) -> None:
@@ -184,11 +167,6 @@ def _types(workflow: nvt.Workflow, outputs: Mapping[str, Column]) -> dict[str, p
     return found
 
 
-def element_type(kind: pa.DataType | None) -> pa.DataType | None:
-    """Type of the values, in lists too."""
-    return kind.value_type if kind is not None and is_list(kind) else kind
-
-
 def _cast(column: Any, kind: pa.DataType | None, where: str) -> pa.Array:
     """A column as the fit had it, by Arrow's checked cast."""
     try:
@@ -230,9 +208,8 @@ def _alike(kind: pa.DataType) -> Any:
 
 def _zeros(rows: int, kind: pa.DataType | None) -> pa.Array:
     """A column in the place of one that is missing, with a value that operators can work on."""
-    if kind is not None and is_list(kind):
-        return pa.array([[]] * rows, kind)
+    zero: Any = [] if kind is not None and is_list(kind) else 0
     try:
-        return pa.array([0] * rows).cast(pa.string() if kind is None else kind)
+        return pa.array([zero] * rows).cast(pa.string() if kind is None else kind)
     except pa.ArrowException:  # dates, bytes
         return pa.nulls(rows, kind)

@@ -8,28 +8,23 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from merlin_cowclip.workflows.data.adopt import validate
 from merlin_cowclip.workflows.data.adopt.graph import (
     SAVED_FILES,
     Column,
     Vocabulary,
-    files_of,
-    load_saved,
-    nodes,
+    load_fitted,
     operator_name,
     trace,
 )
 from merlin_cowclip.workflows.data.adopt.inference import why_not_raw
-from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile, check_columns, is_list
 from merlin_cowclip.workflows.data.prepared_data import domains_of
 from merlin_cowclip.workflows.data.spec import DatasetSpec, check_input_names
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
-    import nvtabular as nvt
-    from merlin.dag import Operator
     from merlin.schema import ColumnSchema, Schema, Tags
-    from nvtabular import ops
 
 WORKFLOW_FILES = ("workflow.pkl", "metadata.json")  # what nvt.Workflow.save writes
 _TARGETS = {
@@ -49,14 +44,14 @@ class Pipeline:
     notes: list[str]  # for the user
 
     @classmethod
-    def of(cls, folder: Path, files: list[ParquetFile], label: str, name: str) -> Pipeline:
+    def of(cls, folder: Path, files: list[validate.ParquetFile], label: str, name: str) -> Pipeline:
         """Load a workflow, and check that it is supported and fits the parquet."""
-        workflow = load_workflow(folder)
+        workflow = load_fitted(folder)
         columns = trace(workflow.output_node)
         numbers, ids, left_out = _roles(workflow.output_schema, label, columns)
         stored, given = files[0].schema, {label, *workflow.output_schema.column_names}
         left_out += [name for name in stored.names if name not in given]
-        lists = {c for c in ids if c in stored.names and is_list(stored.field(c).type)}
+        lists = {c for c in ids if c in stored.names and validate.is_list(stored.field(c).type)}
         spec = DatasetSpec(
             name=name or "adopted",
             label=label,
@@ -66,7 +61,7 @@ class Pipeline:
             format="parquet",
         )
         check_input_names(spec)
-        check_columns(spec, files, labelled=True)
+        validate.check_columns(spec, files, labelled=True)
         _refuse_partial_row_ops({c: columns[c] for c in (label, *spec.fields) if c in columns})
         notes = []
         if left_out:
@@ -86,34 +81,6 @@ class Pipeline:
             for c in spec.fields
         ]
         return cls(spec, Schema([target, *inputs]), cardinalities, columns, notes)
-
-
-def load_workflow(folder: Path) -> nvt.Workflow:
-    """Load a fitted workflow that has all its files; see `load_saved`."""
-    workflow = load_saved(folder)
-    if not workflow.output_schema:
-        raise UserError(f"{folder} is not fitted: it has no schema. Save it after fit")
-    writers: dict[str, Operator] = {}
-    for node in nodes(workflow.output_node):
-        for path in map(Path, files_of(node.op).values()):
-            if not path.exists():
-                raise UserError(
-                    f"{folder} lacks {SAVED_FILES}/{path.name}. Copy the whole folder, or fit with "
-                    "an absolute out_path and save again"
-                )
-            other = writers.setdefault(path.name, node.op)
-            if other is not node.op:
-                raise UserError(
-                    f"{operator_name(other)} and {operator_name(node.op)} both save to {path.name} "
-                    f"in {folder}, so that one file is lost. Rename the column before one of them, "
-                    "fit, write and save again"
-                )
-        if type(node.op) is ops.Categorify and "order" in node.input_schema.column_names:
-            raise UserError(
-                f"Categorify in {folder} reads a column called 'order', a name that it uses "
-                "itself: rows get ids of others. Rename the column, fit and write again"
-            )
-    return workflow
 
 
 def _refuse_partial_row_ops(columns: Mapping[str, Column]) -> None:
@@ -192,7 +159,7 @@ def _input_schema(
         column.name,
         tags=[tag for tag in column.tags if tag not in _TARGETS],
         properties=properties,
-        dtype=(kind.value_type if is_list(kind) else kind).to_pandas_dtype(),
-        is_list=is_list(kind),
-        is_ragged=is_list(kind),
+        dtype=validate.element_type(kind).to_pandas_dtype(),
+        is_list=validate.is_list(kind),
+        is_ragged=validate.is_list(kind),
     )

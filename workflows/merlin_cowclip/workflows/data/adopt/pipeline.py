@@ -15,19 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from merlin_cowclip.workflows.data.adopt import validate
 from merlin_cowclip.workflows.data.adopt.graph import SAVED_FILES, load_saved, operator_name
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.adopt.inputs import WORKFLOW_FILES, Pipeline
-from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile, open_files
 from merlin_cowclip.workflows.data.adopt.skew import check_skew
-from merlin_cowclip.workflows.data.adopt.validate import (
-    LABEL_REMEDY,
-    batches,
-    checked_ids,
-    checked_labels,
-    checked_numbers,
-    prefetch,
-)
+from merlin_cowclip.workflows.data.adopt.validate import ParquetFile
 from merlin_cowclip.workflows.data.counts import write_counts
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_schema
 from merlin_cowclip.workflows.data.prepared_data import (
@@ -70,16 +63,14 @@ def adopt(
             must be among the rows of the parquet.
         progress: show a progress bar on stderr.
 
-    Returns:
-        The folder, opened.
-
     Raises:
         UserError: bad input, or a field of raw rows that is encoded otherwise than in the parquet;
             nothing is left behind.
     """
     out, workflow = Path(out), Path(workflow)
     refuse_existing(out)
-    splits = {"train": open_files(parquet), "test": [] if test is None else open_files(test)}
+    test_files = [] if test is None else validate.open_files(test)
+    splits = {"train": validate.open_files(parquet), "test": test_files}
     files = [*splits["train"], *splits["test"]]
     refuse_twice([file.path for file in files])
     states = {split: [file_state(file.path) for file in files] for split, files in splits.items()}
@@ -93,7 +84,7 @@ def adopt(
         if (workflow / SAVED_FILES).is_dir():
             shutil.copytree(workflow / SAVED_FILES, folder / "workflow" / SAVED_FILES)
         if check_raw is not None:
-            _check_raw(pipeline, folder / "workflow", open_files(check_raw), files)
+            _check_raw(pipeline, folder / "workflow", validate.open_files(check_raw), files)
         (folder / "counts").mkdir()
         for name, by_id in counts.items():
             vocabulary = pipeline.columns[name].vocabulary
@@ -129,12 +120,8 @@ def _check_raw(
 def _scan(
     pipeline: Pipeline, splits: dict[str, list[ParquetFile]], progress: bool
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Check all rows; the error of a bad value names file, row and column.
-
-    Returns:
-        The counts of training ids by field; and the report, with the ranges of training numbers.
-    """
-    spec, sizes, remedy = pipeline.spec, pipeline.cardinalities, LABEL_REMEDY
+    """Check all rows; returns the counts of training ids by field, and the report."""
+    spec, sizes, remedy = pipeline.spec, pipeline.cardinalities, validate.LABEL_REMEDY
     if spec.label in pipeline.columns and (by := pipeline.columns[spec.label].changed_by):
         names = ", ".join(operator_name(node.op) for node in by)
         remedy = f"The workflow changed the label ({names}). Let it pass the label unchanged"
@@ -144,17 +131,18 @@ def _scan(
     total = sum(file.rows for files in splits.values() for file in files)
     with progress_bar("checking", total, show=progress) as bar:
         for split, files in splits.items():
-            for where, batch in prefetch(batches(files, [spec.label, *spec.fields], BATCH_ROWS)):
-                labels = checked_labels(batch, spec.label, where, remedy)
+            read = validate.batches(files, [spec.label, *spec.fields], BATCH_ROWS)
+            for where, batch in validate.prefetch(read):
+                labels = validate.checked_labels(batch, spec.label, where, remedy)
                 rows[split] += batch.num_rows
                 positives[split] += int(np.count_nonzero(labels))
                 for name in spec.continuous:
-                    values = checked_numbers(batch, name, where)
+                    values = validate.checked_numbers(batch, name, where)
                     if split == "train":
                         ranges[name]["min"] = min(ranges[name]["min"], float(values.min()))
                         ranges[name]["max"] = max(ranges[name]["max"], float(values.max()))
                 for name in spec.ids:
-                    ids = checked_ids(batch, name, sizes[name], where)
+                    ids = validate.checked_ids(batch, name, sizes[name], where)
                     if split == "train":
                         found = pc.value_counts(pa.array(ids))
                         ids, often = (found.field(i).to_numpy() for i in (0, 1))

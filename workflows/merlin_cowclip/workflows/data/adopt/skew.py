@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
-from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile
-from merlin_cowclip.workflows.data.adopt.validate import batches
+from merlin_cowclip.workflows.data.adopt.validate import ParquetFile, batches
 from merlin_cowclip.workflows.errors import UserError, clipped
 
 ROWS = 10_000  # to compare, spread over all raw rows
 BATCH_ROWS = 1 << 16
 EXPECTED = 20  # matches in a file by its size; if there are none, it is of another fit
-_AGAIN = (
-    "Write the parquet again with this workflow; where a frame is given to it, as "
-    "Dataset(frame.reset_index(drop=True))"
-)
 
 
 def check_skew(
@@ -35,22 +30,18 @@ def check_skew(
     Numbers are compared to 3 digits. The error of rows that are not there names the fields that
     differ.
     """
-    rows = _sample(inference, raw, fields)
+    rows, total = _sample(inference, raw, fields), sum(file.rows for file in encoded)
     views = _views(rows)
     wanted = [_hashes(view(rows)) for view in views]
-    found, total = np.zeros(len(rows), bool), sum(file.rows for file in encoded)
-    strange = None
+    found, strange = np.zeros(len(rows), bool), None
     for file in encoded:
-        has_any = False
+        matches = np.zeros(len(rows), bool)
         for _, batch in batches([file], fields, BATCH_ROWS):
             frame = batch.to_pandas()
             for keys, view in zip(wanted, views, strict=True):
-                there = np.isin(keys, _hashes(view(frame)))
-                has_any |= bool(there.any())
-                found |= there
-            if has_any and found.all():
-                break
-        if not has_any and file.rows * len(rows) / total >= EXPECTED:
+                matches |= np.isin(keys, _hashes(view(frame)))
+        found |= matches
+        if not matches.any() and file.rows * len(rows) / total >= EXPECTED:
             strange = strange or file.path
     if not found.all():
         _refuse(views, rows, rows[~found], encoded)
@@ -89,21 +80,20 @@ def _views(rows: pd.DataFrame) -> list[Callable[[pd.DataFrame], pd.DataFrame]]:
     """
     numbers = rows.select_dtypes("floating").astype("float64")
     numbers = numbers.where(np.isfinite(numbers))
-    sizes = pd.concat([1e-3 * numbers.std(ddof=0), 1e-5 * numbers.abs().max()], axis=1).max(axis=1)
-    intervals = sizes.replace(0, 1).fillna(1).to_dict()
+    sizes = pd.concat([1e-3 * numbers.std(ddof=0), 1e-5 * numbers.abs().max()], axis=1)
+    intervals = sizes.max(axis=1).replace(0, 1).fillna(1).to_dict()
 
     def view(frame: pd.DataFrame, shift: float) -> pd.DataFrame:
-        found: dict[str, Any] = {}
-        for name in rows.columns:
-            values = frame[name]
+        found = frame[[*rows]].copy()
+        for name in found:
             if name in intervals:
-                numbers = values.to_numpy(np.float64) / intervals[name]
-                found[name] = np.floor(numbers + shift) + 0.0  # not -0.0
-            elif values.dtype == object:  # lists
-                found[name] = [",".join(map(str, ids)) for ids in values]
+                cut = np.floor(found[name].astype("float64") / intervals[name] + shift)
+                found[name] = cut + 0.0  # not -0.0
+            elif found[name].dtype == object:  # lists
+                found[name] = [",".join(map(str, ids)) for ids in found[name]]
             else:
-                found[name] = values.to_numpy(np.float64)  # exact for ids
-        return pd.DataFrame(found)
+                found[name] = found[name].astype("float64")  # exact for ids
+        return found
 
     return [functools.partial(view, shift=shift) for shift in (0.0, 0.5)]
 
@@ -119,20 +109,18 @@ def _refuse(
     encoded: Sequence[ParquetFile],
 ) -> NoReturn:
     """Tell in which fields the first lost row differs from the most similar one of the parquet."""
-    mine, most, nearest, found = lost[:1], -1, "", []
+    mine, most, found, nearest = lost[:1], -1, "", ""
     for where, batch in batches(encoded, list(rows.columns), BATCH_ROWS):
         frame = batch.to_pandas()
-        same = np.any([view(frame) == view(mine).loc[0] for view in views], axis=0)
+        same = np.any([view(frame) == view(mine).iloc[0] for view in views], axis=0)
         row = int(same.sum(axis=1).argmax())
         if same[row].sum() > most:
             most, nearest = same[row].sum(), where.row(row)
-            found = [
-                f"{name!r} {mine[name].iloc[0]} instead of {frame[name][row]}"
-                for name, is_same in zip(rows, same[row], strict=True)
-                if not is_same
-            ]
+            differ = rows.columns[~same[row]]
+            found = ", ".join(f"{n!r} {mine[n].iloc[0]} instead of {frame[n][row]}" for n in differ)
     raise UserError(
         f"{len(lost):,} of {len(rows):,} raw rows are encoded otherwise than in the parquet. Of "
-        f"row {mine.index[0]:,} the workflow makes {clipped(', '.join(found))} as in {nearest}, "
-        f"which is most similar. {_AGAIN}. Or give the raw rows that it was written from"
+        f"row {mine.index[0]:,} the workflow makes {clipped(found)} as in {nearest}, "
+        "which is most similar. Write the parquet again with this workflow (a frame as "
+        "Dataset(frame.reset_index(drop=True))), or give the raw rows that it was written from"
     )

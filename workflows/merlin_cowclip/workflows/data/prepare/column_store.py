@@ -1,6 +1,7 @@
-"""The columns of a log on disk: a parquet file by chunk, and an Arrow file by finished column.
+"""The columns of a log on disk, and the files of the training and the test part made of them.
 
-A task that runs again writes the same files again; a later step reads them when all have ended.
+A log is a parquet file by chunk, then an Arrow file by finished column. A task that runs again
+writes the same files again; a later step reads them when all have ended.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,11 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.sources.base import ID_TYPE, TIME, Chunk, Source
 from merlin_cowclip.workflows.data.spec import DatasetSpec
+
+PART_ROWS = 500_000
+ROW_GROUP_ROWS = 65_536
+MIN_TRAIN_PARTS = 4  # so that the order of parts can be shuffled, from so many rows on:
+MIN_ROWS_TO_PART = 4_000
 
 # Stored next to the columns.
 IN_TRAIN = "\0in_train"  # whether a row belongs to the training part
@@ -33,7 +39,7 @@ class ColumnStore:
     def write_chunk(
         self, number: int, source: Source, chunk: Chunk, advance: Callable[[int], Any] = int
     ) -> tuple[int, Counter[str]]:
-        """Read chunk ``number`` of all files into one file; raises UserError for a bad value.
+        """Read chunk ``number`` of all files into one file.
 
         Returns its rows and, by column, the numbers that were not finite and became missing.
         """
@@ -91,3 +97,50 @@ class ColumnStore:
 def codes_of(ids: pa.Array) -> tuple[np.ndarray, pa.Array]:
     """Ids with their dictionary as int32 codes, -1 for a missing one, of distinct texts."""
     return ids.indices.fill_null(-1).to_numpy(), ids.dictionary
+
+
+class PartJob(NamedTuple):
+    """One file of a part: its rows from ``start`` to ``stop``, in the order of the part."""
+
+    part: str  # "train" or "test"
+    name: str  # in the folder of the parts
+    start: int
+    stop: int
+    group: int  # rows of a row group
+
+
+def part_jobs(part: str, total: int, most: int) -> list[PartJob]:
+    """Divide a part's rows into files of about one size, of at most ``most`` rows."""
+    files = -(-total // most)
+    if part == "train" and total >= MIN_ROWS_TO_PART:
+        files = max(files, MIN_TRAIN_PARTS)
+    cuts = [total * i // files for i in range(files + 1)]
+    group = max(1, min(ROW_GROUP_ROWS, -(-cuts[1] // 4)))  # several to a file
+    return [
+        PartJob(part, f"{part}/part-{i:05d}.parquet", cuts[i], cuts[i + 1], group)
+        for i in range(files)
+    ]
+
+
+def part_schema(spec: DatasetSpec, raw: bool = False) -> pa.Schema:
+    """Of the files: ids of Merlin's own type, int64, which stay small on disk, or ``raw`` text."""
+    ids, numbers = (pa.string(), pa.float64()) if raw else (pa.int64(), pa.float32())
+    return pa.schema(
+        [
+            (spec.label, pa.int64()),
+            *((name, numbers) for name in spec.continuous),
+            *((name, ids) for name in spec.categorical),
+            *((name, pa.list_(ids)) for name in spec.lists),
+        ]
+    )
+
+
+def write_part(job: PartJob, store: ColumnStore, folder: Path, raw: bool = False) -> int:
+    """Write one output file, encoded or raw as its columns are; returns its rows."""
+    rows = store.load(ROWS[job.part])[job.start : job.stop]
+    schema = part_schema(store.spec, raw)
+    table = pa.table(
+        [store.load(field.name).take(rows).cast(field.type) for field in schema], schema=schema
+    )
+    pq.write_table(table, folder / job.name, row_group_size=job.group)
+    return len(rows)

@@ -19,7 +19,6 @@ from typing import Any
 from merlin_cowclip.workflows.errors import UserError, check_whole
 
 THREADS = min(4, os.cpu_count() or 1)  # of one process; each holds one column, or one part
-DEVICE_MEMORY_SHARE = 0.8  # of a GPU's memory, for its worker
 DEATHS = 3  # of workers over one task, before the task is given up
 SETTINGS = {
     "distributed.scheduler.allowed-failures": DEATHS,
@@ -92,10 +91,7 @@ def check_executor(workers: int, device: str) -> None:
 
 
 def cluster_options(workers: int, device: str) -> dict[str, Any]:
-    """Arguments of Dask's `LocalCluster` or dask-cuda's `LocalCUDACluster`: one thread a worker.
-
-    Workers share the machine's memory equally.
-    """
+    """Arguments of Dask's `LocalCluster` or dask-cuda's `LocalCUDACluster`: one thread a worker."""
     options: dict[str, Any] = {
         "n_workers": workers or None,  # one for each GPU
         "threads_per_worker": 1,
@@ -103,8 +99,7 @@ def cluster_options(workers: int, device: str) -> dict[str, Any]:
         "silence_logs": "CRITICAL",  # what fails is raised; on the way out Dask warns of itself
     }
     if device == "gpu":
-        options["rmm_pool_size"] = DEVICE_MEMORY_SHARE / 2
-        options["rmm_maximum_pool_size"] = DEVICE_MEMORY_SHARE
+        options |= {"rmm_pool_size": 0.4, "rmm_maximum_pool_size": 0.8}  # of its memory
     return options
 
 

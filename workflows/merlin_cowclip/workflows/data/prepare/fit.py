@@ -19,7 +19,6 @@ from merlin_cowclip.workflows.data.prepare.statistics import (
     UNKNOWN,
     IdStatistics,
     count_codes,
-    known_ids,
     rank_ids,
     unit_range,
 )
@@ -64,12 +63,21 @@ def fit(name: str, store: ColumnStore, folder: Path | None, like: Encoding | Non
         fitted = _describe_numbers(name, numbers, in_train, like.ranges[name] if like else None)
         store.store(name, pa.array(unit_range(numbers, *fitted.range)) if folder else column)
         return fitted
-    ids = column
-    if name in store.spec.lists:
+    spec, ids, is_list = store.spec, column, name in store.spec.lists
+    if is_list:
         ids, in_train = column.values, np.repeat(in_train, pc.list_value_length(column))
     codes, texts = codes_of(ids)
     counts = count_codes(codes, in_train, len(texts))
-    statistics = _statistics(name, store.spec, counts, texts, like)
+    threshold = spec.threshold_of(name)
+    if like is None and not counts[1:].any():
+        raise _all_missing(name, int(counts[0]))
+    if like is None and counts[1:].max() < threshold:
+        raise UserError(
+            f"no id of {name!r} occurs {threshold:,} times in the training rows (freq_threshold). "
+            "Lower it, or take the column out"
+        )
+    options = {"threshold": threshold, "buckets": spec.buckets_of(name)}
+    statistics = rank_ids(counts, texts, vocabulary=like and like.vocabulary(name), **options)
     encoded = statistics.encode[codes]
     test, missing = encoded[~in_train], int(counts[0])
     unknown = (test >= UNKNOWN) & (test < statistics.first_id)
@@ -87,7 +95,6 @@ def fit(name: str, store: ColumnStore, folder: Path | None, like: Encoding | Non
     if folder:
         write_ids(folder, name, statistics)
         ids = pa.array(encoded)
-        is_list = name in store.spec.lists
         column = pa.LargeListArray.from_arrays(column.offsets, ids) if is_list else ids
     store.store(name, column)
     return Fitted(report, cardinality=len(statistics.by_id))
@@ -106,22 +113,6 @@ def write_ids(folder: Path, field: str, statistics: IdStatistics) -> None:
     write_counts(counts, field, by_id, statistics.vocabulary)
 
 
-def _statistics(
-    name: str, spec: DatasetSpec, counts: np.ndarray, texts: pa.Array, like: Encoding | None
-) -> IdStatistics:
-    buckets, threshold = spec.buckets_of(name), spec.threshold_of(name)
-    if like is not None:
-        return known_ids(counts, texts, like.vocabulary(name), buckets=buckets)
-    if not counts[1:].any():
-        raise _all_missing(name, int(counts[0]))
-    if counts[1:].max() < threshold:
-        raise UserError(
-            f"no id of {name!r} occurs {threshold:,} times in the training rows (freq_threshold). "
-            "Lower it, or take the column out"
-        )
-    return rank_ids(counts, texts, threshold=threshold, buckets=buckets)
-
-
 def _describe_numbers(
     name: str, numbers: np.ndarray, in_train: np.ndarray, fixed: tuple[float, float] | None
 ) -> Fitted:
@@ -133,10 +124,9 @@ def _describe_numbers(
         if fixed is None:
             raise _all_missing(name, missing)
         held = np.zeros(1)
-    least, most = low, high = float(held.min()), float(held.max())
-    if missing:  # counts as 0
-        low, high = min(low, 0.0), max(high, 0.0)
-    low, high = fixed or (low, high)
+    ends = [float(held.min()), float(held.max())]
+    filled = [*ends, 0.0] if missing else ends  # a missing number counts as 0
+    low, high = fixed or (min(filled), max(filled))
     if not np.isfinite(np.subtract(high, low)):
         raise UserError(f"the range of column {name!r} is too large: {low} to {high}. Scale it")
     with np.errstate(invalid="ignore"):
@@ -144,8 +134,8 @@ def _describe_numbers(
     report: dict[str, Any] = {
         "occurrences": len(train),
         "missing": missing,
-        "min": least,
-        "max": most,
+        "min": ends[0],
+        "max": ends[1],
         "mean": float(held.mean()),
         "test_occurrences": len(test),
         "test_missing": int(np.count_nonzero(np.isnan(test))),

@@ -135,9 +135,8 @@ class EncodeIds(Categorify):
 class ParseNumbers(Operator):
     """Numbers, or their text, to float64; a missing one is NaN.
 
-    Args:
-        null_values: texts that mean a missing number, in addition to the empty one.
-        non_finite: whether inf is missing, too; if not, it raises an error.
+    ``null_values`` mean a missing number, as the empty text does. With ``non_finite``, inf is
+    missing, too; without, it raises an error.
     """
 
     def __init__(self, null_values: Sequence[str] = (), non_finite: bool = False) -> None:

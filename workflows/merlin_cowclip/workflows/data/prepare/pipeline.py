@@ -19,14 +19,17 @@ import pyarrow as pa
 
 from merlin_cowclip.workflows.data.prepare.column_store import (
     IN_TRAIN,
+    PART_ROWS,
     ROWS,
     ColumnStore,
+    PartJob,
     codes_of,
+    part_jobs,
+    write_part,
 )
 from merlin_cowclip.workflows.data.prepare.executor import THREADS, check_executor, make_executor
 from merlin_cowclip.workflows.data.prepare.fit import Encoding, Fitted, fit
 from merlin_cowclip.workflows.data.prepare.split import split_rows
-from merlin_cowclip.workflows.data.prepare.write import PART_ROWS, PartJob, part_jobs, write_part
 from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData, write_record
 from merlin_cowclip.workflows.data.sources.base import TIME, Source, unchanged
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
@@ -75,9 +78,6 @@ def prepare(
         device: where NVTabular runs: "cpu", or "gpu" for dask-cuda's workers.
         engine: what fits and encodes columns: "arrow", or "nvtabular", which ``device="gpu"``
             implies. IDs that occur equally often may be numbered differently.
-
-    Returns:
-        The prepared folder.
 
     Raises:
         UserError: bad input; nothing is left behind.

@@ -32,11 +32,8 @@ def split_rows(
     """Choose the test rows of ``labels``, (n,) of 0 and 1; shuffle the training rows by ``seed``.
 
     ``times``, of a split by time, are (n,) codes, -1 for none, and their distinct texts. ``label``
-    is for messages.
-
-    Raises:
-        UserError: a part without both labels; times that are missing, that do not sort, or are all
-            the same.
+    is for messages. Raises UserError for a part without both labels, and for times that are
+    missing, do not sort, or are all the same.
     """
     n = len(labels)
     random = np.random.default_rng(seed)
@@ -66,34 +63,28 @@ def split_rows(
 
 def _latest(split: Split, times: tuple[np.ndarray, pa.Array]) -> np.ndarray:
     """(n,), whether a row belongs to the latest times, as near to the share as they allow."""
-    codes, texts = times
-    n = len(codes)
-    if (codes < 0).any():
+    (codes, texts), column, n = times, split.column, len(times[0])
+    if missing := int(np.count_nonzero(codes < 0)):
         raise UserError(
-            f"{int((codes < 0).sum()):,} of {n:,} rows have no time, column {split.column!r}. Fill "
-            "it, or choose another split"
+            f"{missing:,} of {n:,} rows have no time, column {column!r}. Fill it, or choose "
+            "another split"
         )
-    held, place = np.unique(_sortable(texts, split.column), return_inverse=True)
-    counts = np.bincount(place[codes], minlength=len(held))
-    later = np.cumsum(counts[::-1])[::-1]  # rows from each time on
-    if len(held) < 2:
-        raise UserError(
-            f"all {n:,} rows have the time {texts[0].as_py()!r}, column {split.column!r}. Choose "
-            "another column or split"
-        )
-    first = 1 + int(np.argmin(np.abs(later[1:] - split.test * n)))
-    return place[codes] >= first
-
-
-def _sortable(texts: pa.Array, column: str | None) -> np.ndarray:
-    """Times as numbers or, if none is one, as text."""
-    numbers = pd.to_numeric(texts.to_pandas(), errors="coerce")
-    if numbers.isna().all():
-        return np.array(texts.to_pylist(), dtype=str)
-    if numbers.isna().any():
-        wrong = texts[int(numbers.isna().argmax())].as_py()
+    sortable = pd.to_numeric(texts.to_pandas(), errors="coerce")
+    if sortable.isna().all():
+        sortable = np.array(texts.to_pylist(), dtype=str)
+    elif sortable.isna().any():
+        wrong = texts[int(sortable.isna().argmax())].as_py()
         raise UserError(
             f"column {column!r} has times that are numbers, and {wrong!r}. Correct it or remove "
             "the row"
         )
-    return numbers.to_numpy()
+    held, place = np.unique(sortable, return_inverse=True)
+    if len(held) < 2:
+        raise UserError(
+            f"all {n:,} rows have the time {texts[0].as_py()!r}, column {column!r}. Choose "
+            "another column or split"
+        )
+    counts = np.bincount(place[codes], minlength=len(held))
+    later = np.cumsum(counts[::-1])[::-1]  # rows from each time on
+    first = 1 + int(np.argmin(np.abs(later[1:] - split.test * n)))
+    return place[codes] >= first

@@ -36,33 +36,27 @@ def count_codes(codes: np.ndarray, in_train: np.ndarray, distinct: int) -> np.nd
 
 
 def rank_ids(
-    counts: np.ndarray, texts: pa.Array, *, threshold: int = 0, buckets: int = 1
+    counts: np.ndarray,
+    texts: pa.Array,
+    *,
+    threshold: int = 0,
+    buckets: int = 1,
+    vocabulary: pa.Array | None = None,
 ) -> IdStatistics:
     """Rank IDs by descending count; those that occur less often than ``threshold`` are unknown.
 
-    ``counts`` are of missing IDs, then of each text. Unknown IDs share ``buckets``.
+    ``counts`` are of missing IDs, then of each text. Unknown IDs share ``buckets``. With an earlier
+    ``vocabulary``, IDs are ranked as in it, and all others are unknown.
     """
-    held = counts[1:]
-    by_text = pc.sort_indices(texts).to_numpy()
-    order = by_text[np.argsort(-held[by_text], kind="stable")]  # ties: by text
-    kept = order[: int(np.count_nonzero(held >= max(threshold, 1)))]
-    places = np.full(len(texts), -1, np.int32)
-    places[kept] = np.arange(len(kept), dtype=np.int32)
-    return _statistics(counts, texts, texts.take(pa.array(kept)), places, buckets)
-
-
-def known_ids(
-    counts: np.ndarray, texts: pa.Array, vocabulary: pa.Array, *, buckets: int = 1
-) -> IdStatistics:
-    """The IDs of an earlier vocabulary; others are unknown. See `rank_ids`."""
-    places = pc.index_in(texts, vocabulary).fill_null(-1).to_numpy(zero_copy_only=False)
-    return _statistics(counts, texts, vocabulary, places, buckets)
-
-
-def _statistics(
-    counts: np.ndarray, texts: pa.Array, vocabulary: pa.Array, places: np.ndarray, buckets: int
-) -> IdStatistics:
-    """``places`` of the texts in the vocabulary; -1 for unknown ones."""
+    if vocabulary is None:
+        held = counts[1:]
+        by_text = pc.sort_indices(texts).to_numpy()
+        order = by_text[np.argsort(-held[by_text], kind="stable")]  # ties: by text
+        kept = order[: int(np.count_nonzero(held >= max(threshold, 1)))]
+        vocabulary, places = texts.take(pa.array(kept)), np.full(len(texts), -1, np.int32)
+        places[kept] = np.arange(len(kept), dtype=np.int32)
+    else:
+        places = pc.index_in(texts, vocabulary).fill_null(-1).to_numpy(zero_copy_only=False)
     first = UNKNOWN + buckets
     encode = np.append(np.where(places < 0, UNKNOWN, places + first), MISSING).astype(np.int32)
     if buckets > 1:

@@ -37,16 +37,11 @@ class Source(abc.ABC):
     A batch has the label (int8), numbers (float64), ids (`ID_TYPE`), lists of ids (lists of text)
     and the times of a split by time (`TIME`, as `ID_TYPE`). Missing values are null, missing lists
     empty.
-
-    Args:
-        spec: the columns and the format.
-        path: the file.
-        labelled: whether to read the label.
     """
 
     spec: DatasetSpec
     path: Path
-    labelled: bool = True
+    labelled: bool = True  # whether to read the label
 
     @property
     def size(self) -> int:
@@ -56,9 +51,8 @@ class Source(abc.ABC):
     @property
     def wanted(self) -> tuple[str, ...]:
         """The columns to read."""
-        label = [self.spec.label] if self.labelled else []
-        time = [self.spec.split.column] if self.spec.split.column else []
-        return tuple(dict.fromkeys((*label, *self.spec.fields, *time)))
+        names = dict.fromkeys([self.spec.label, *self.spec.fields, self.spec.split.column])
+        return tuple(n for n in names if n and (self.labelled or n != self.spec.label))
 
     @property
     @abc.abstractmethod
@@ -90,15 +84,10 @@ class Source(abc.ABC):
         advance: Callable[[int], Any] = int,
         replaced: Counter[str] | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Read the rows of a part, in order.
+        """Read the rows of a part, in order; the error of a bad value names its place.
 
-        Args:
-            chunk: one of `chunks`.
-            advance: called with the number of bytes read since the last call.
-            replaced: counts, by column, the numbers that are not finite and become missing.
-
-        Raises:
-            UserError: a bad value, with file, line or row, and column.
+        ``advance`` is called with the bytes read since the last call. ``replaced`` counts, by
+        column, the numbers that are not finite and become missing.
         """
         rows, replaced = 0, Counter() if replaced is None else replaced
         for batch, size in self.read(chunk):
@@ -206,11 +195,8 @@ def ids_as_text(ids: pa.Array, is_list: bool, null_values: Sequence[str] = ()) -
     """Ids as text, or lists of ids as lists of text; a missing list is empty.
 
     Ids are text, integers, booleans, or whole floats (pandas' integers beside missing values).
-    ``null_values`` and the empty text mean a missing id.
-
-    Raises:
-        ValueError: another type, or floats so large that several integers are the same float.
-        pyarrow.ArrowException: a fraction, or text that is not UTF-8.
+    ``null_values`` and the empty text mean a missing id. Raises ValueError or an ArrowException for
+    another type, a fraction, text that is not UTF-8, or a float that several integers share.
     """
     kind = ids.type
     if is_list:

@@ -20,7 +20,6 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from merlin_cowclip.workflows.data.sources.base import ID_TYPE, Chunk, Source, is_text
-from merlin_cowclip.workflows.data.spec import SPECS
 from merlin_cowclip.workflows.errors import UserError, clipped
 
 BLOCK_BYTES = 16 << 20  # of text in a batch: bounds the memory of reading
@@ -57,27 +56,20 @@ class CsvSource(Source):
 
     def check(self) -> None:
         """Check the first row against the spec."""
-        cells, has_header = self._first_row(), self.spec.columns is None
-        fits = len(cells) == len(self.names)
-        if has_header:
-            fits = len(cells) > 1 or len(self.wanted) == 1
-        if fits:
-            super().check()
-            return
-        remedy = ". Set separator, header and columns in the specification as the file has them"
-        remedy = "" if self.spec.name in SPECS else remedy
-        for spec in SPECS.values():
-            row = cells[0].split(spec.separator) if len(cells) == 1 else cells
-            width = len(row) == len(spec.columns or ())
-            if spec.name != self.spec.name and (width or set(row) >= {spec.label, *spec.fields}):
-                remedy = f". Did you mean `prepare {spec.name}`?"
-        name, separator = self.spec.name, self.spec.separator
-        expected = f"at least {len(self.wanted)}" if has_header else str(len(self.names))
-        raise UserError(
-            f"{self.path} is not in {name[:1].upper()}{name[1:]} format (expected {expected} "
-            f"{SEPARATORS.get(separator, repr(separator))}-separated columns, found {len(cells)})"
-            f"{remedy}"
-        )
+        found, expected = len(self._first_row()), str(len(self.names))
+        fits = found == len(self.names)
+        if self.spec.columns is None:
+            expected = f"at least {len(self.wanted)}"
+            fits = found > 1 or len(self.wanted) == 1  # else it has another separator
+        if not fits:
+            name, separator = self.spec.name, self.spec.separator
+            separated = SEPARATORS.get(separator, repr(separator))
+            raise UserError(
+                f"{self.path} is not in {name[:1].upper()}{name[1:]} format (expected {expected} "
+                f"{separated}-separated columns, found {found}). Name its own data set, or set "
+                "separator, header and columns in its specification"
+            )
+        super().check()
 
     @functools.cached_property
     def quoted(self) -> bool:
@@ -173,10 +165,9 @@ class CsvSource(Source):
         ):
             ends = (rows.line_num for cells in rows if cells or len(self.names) == 1)
             line = next(itertools.islice(ends, row + self._has_header(chunk), None))
-            step = 16 << 20  # slices are copies
-            for start in range(0, chunk.start, step):
-                line += text[start : min(start + step, chunk.start)].count(b"\n")
-            return f"line {line}"
+            starts = range(0, chunk.start, BLOCK_BYTES)  # slices are copies
+            breaks = (text[a : min(a + BLOCK_BYTES, chunk.start)].count(b"\n") for a in starts)
+            return f"line {line + sum(breaks)}"
         return f"row {row + 1}"
 
     def _has_header(self, chunk: Chunk) -> bool:

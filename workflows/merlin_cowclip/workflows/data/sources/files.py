@@ -19,10 +19,8 @@ def expand_paths(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
     """List the files of all inputs: in the order given, those of a glob or folder naturally.
 
     A folder means all files below it. In folders and globs, empty files and names that begin with
-    ``_`` or ``.`` are skipped, as in Spark and Hive.
-
-    Raises:
-        UserError: an input has no file, or a file is given twice.
+    ``_`` or ``.`` are skipped, as in Spark and Hive. Raises UserError if an input has no file, or a
+    file is given twice.
     """
     files: list[Path] = []
     for given in [inputs] if isinstance(inputs, (str, Path)) else inputs:

@@ -7,6 +7,7 @@ import functools
 import os
 import urllib.parse
 from collections.abc import Iterator
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,7 +25,7 @@ class ParquetSource(Source):
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The columns of the file, then those of its folders' names."""
-        with self._open() as file:
+        with open_parquet(self.path) as file:
             held = file.schema_arrow.names
         return (*held, *(key for key in self._partition if key not in held))
 
@@ -32,7 +33,7 @@ class ParquetSource(Source):
         """Row groups, as many as make about ``size`` bytes."""
         chunks: list[Chunk] = []
         start = held = 0
-        with self._open() as file:
+        with open_parquet(self.path) as file:
             groups = file.metadata.num_row_groups
             for i in range(groups):
                 held += file.metadata.row_group(i).total_byte_size
@@ -43,7 +44,7 @@ class ParquetSource(Source):
 
     def read(self, chunk: Chunk) -> Iterator[tuple[pa.RecordBatch, int]]:
         """Read the rows of some row groups."""
-        with self._open() as file:
+        with open_parquet(self.path) as file:
             groups = range(chunk.start, chunk.stop)
             total = max(1, sum(file.metadata.row_group(i).num_rows for i in groups))
             held = [name for name in self.wanted if name in file.schema_arrow.names]
@@ -56,7 +57,7 @@ class ParquetSource(Source):
                 yield pa.RecordBatch.from_pydict(columns), size
 
     def _place(self, chunk: Chunk, before: int, row: int) -> str:
-        with self._open() as file:
+        with open_parquet(self.path) as file:
             groups = map(file.metadata.row_group, range(chunk.start))
             return f"row {sum(group.num_rows for group in groups) + before + row + 1}"
 
@@ -67,13 +68,14 @@ class ParquetSource(Source):
         texts = {urllib.parse.unquote(key): urllib.parse.unquote(text) for key, text in pairs}
         return {key: None if text == HIVE_NULL else text for key, text in texts.items()}
 
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[pq.ParquetFile]:
-        """The file; what Arrow raises while it is open becomes a UserError."""
-        try:
-            yield pq.ParquetFile(pa.OSFile(os.fsencode(self.path)))
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(
-                f"{self.path} is not a whole parquet file: {clipped(str(error))}. Write it again, "
-                "or set format = 'csv' in the specification"
-            ) from None
+
+@contextlib.contextmanager
+def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
+    """A parquet file; raises UserError for what Arrow raises while it is open."""
+    try:
+        with pa.OSFile(os.fsencode(path)) as file:  # a name need not be UTF-8
+            yield pq.ParquetFile(file)
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(
+            f"{path} is not a whole parquet file: {clipped(str(error))}. Write it again"
+        ) from None
