@@ -408,10 +408,10 @@ def test_what_is_no_prepared_folder_and_what_is_none_of_it(data, tmp_path):
     assert done.code == 0, done.err
 
 
-def test_a_log_of_another_data_set(tmp_path):
+def test_another_built_in_data_set_is_named(tmp_path):
     avazu, criteo = tmp_path / "avazu.csv", tmp_path / "criteo.txt"
     write_synthetic("avazu", avazu, rows=100, seed=1)
     write_synthetic("criteo", criteo, rows=100, seed=1)
-    for spec, path, name in ((CRITEO, avazu, "Criteo"), (AVAZU, criteo, "Avazu")):
-        with pytest.raises(UserError, match=f"is not in {name} format .*found 1"):
+    for spec, path, other in ((CRITEO, avazu, "avazu"), (AVAZU, criteo, "criteo")):
+        with pytest.raises(UserError, match=f"Did you mean `prepare {other}`"):
             prepare(spec, [path], tmp_path / "out", progress=False)

@@ -161,8 +161,8 @@ def test_lines_of_a_file_with_line_ends_in_cells(tmp_path):
         (
             CRITEO,
             ",".join(["id", "click", *AVAZU.categorical]) + "\n1,0\n",
-            r"log.csv is not in Criteo format \(expected 40 tab-separated columns, found 1\)\. "
-            "Name its own data set",
+            r"log.csv is not in Criteo format \(expected 40 tab-separated columns, found 1\)\. Did "
+            "you mean `prepare avazu`",
         ),
         (AVAZU, "0" + "\t" * 39, r"Avazu format \(expected at least 23 comma-sep.*, found 1\)"),
         (SPEC, "y;a;b\n", r"Toy format \(expected at least 3 comma-sep.*, found 1\).*separator"),

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from merlin_cowclip.workflows.data.sources.base import ID_TYPE, Chunk, Source, is_text
+from merlin_cowclip.workflows.data.spec import SPECS
 from merlin_cowclip.workflows.errors import UserError, clipped
 
 BLOCK_BYTES = 16 << 20  # of text in a batch: bounds the memory of reading
@@ -56,18 +57,22 @@ class CsvSource(Source):
 
     def check(self) -> None:
         """Check the first row against the spec."""
-        found, expected = len(self._first_row()), str(len(self.names))
-        fits = found == len(self.names)
+        cells, expected = self._first_row(), str(len(self.names))
+        fits = len(cells) == len(self.names)
         if self.spec.columns is None:
             expected = f"at least {len(self.wanted)}"
-            fits = found > 1 or len(self.wanted) == 1  # else it has another separator
+            fits = len(cells) > 1 or len(self.wanted) == 1  # else it has another separator
         if not fits:
+            remedy = "Set separator, header and columns in the specification as the file has them"
+            for spec in SPECS.values():
+                row = cells[0].split(spec.separator) if len(cells) == 1 else cells
+                if len(row) == len(spec.columns or ()) or {spec.label, *spec.fields} <= {*row}:
+                    remedy = f"Did you mean `prepare {spec.name}`?"
             name, separator = self.spec.name, self.spec.separator
-            separated = SEPARATORS.get(separator, repr(separator))
             raise UserError(
                 f"{self.path} is not in {name[:1].upper()}{name[1:]} format (expected {expected} "
-                f"{separated}-separated columns, found {found}). Name its own data set, or set "
-                "separator, header and columns in its specification"
+                f"{SEPARATORS.get(separator, repr(separator))}-separated columns, found "
+                f"{len(cells)}). {remedy}"
             )
         super().check()
 
