@@ -53,7 +53,7 @@ def test_killed_stopped_and_resumed(interpreter, data, tmp_path):
     assert len(trials) == 7
     assert trials[:2] == kept
     best = max(trial["auc"] for trial in Tuned.open(out).result["trials"])
-    assert max(row["search_auc"] for row in Tuned.open(out).result["table"]) == best
+    assert max(row["auc"] for row in Tuned.open(out).result["table"]) == best
 
 
 def test_two_processes_share_one(interpreter, second, data, tmp_path):

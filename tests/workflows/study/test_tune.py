@@ -22,7 +22,7 @@ from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.study.largest_batch import largest_batch
 from merlin_cowclip.workflows.study.search_space import Point
 from merlin_cowclip.workflows.study.tune import Trainers, tune
-from merlin_cowclip.workflows.study.tuned import Tuned
+from merlin_cowclip.workflows.study.tuned import Tuned, difference
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.stopping import Stopping
@@ -87,10 +87,10 @@ def test_the_best_and_the_best_rule_are_repeated_from_other_seeds(shared, config
     assert sorted(rule for row in table[1:] for rule in row["rules"]) == sorted(rules)
     finalists = sorted(shared.result["trials"], key=lambda trial: -trial["auc"])[:3]
     best_rule = max((t for t in shared.result["trials"] if t["rules"]), key=lambda t: t["auc"])
-    (best,) = (t for t in shared.result["trials"] if t["number"] == table[0]["trial"])
+    (best,) = (t for t in shared.result["trials"] if t["number"] == table[0]["number"])
     point = Point.from_dict(best)
     repeated = {t["number"] for t in (*finalists, best_rule)}
-    assert {row["trial"] for row in table if row["seeds"]} == repeated
+    assert {row["number"] for row in table if row["seeds"]} == repeated
     for row in table:
         if row["seeds"]:
             assert row["seeds"] == [1235, 1236, 1237]
@@ -98,9 +98,10 @@ def test_the_best_and_the_best_rule_are_repeated_from_other_seeds(shared, config
             assert row["deviation"] == pytest.approx(1e-5)
     again = [auc_of(config.train_config(point, epochs=3, seed=s), 3) for s in (1235, 1236, 1237)]
     assert table[0]["aucs"] == pytest.approx(again)
-    worse = next(row for row in table if row["trial"] == best_rule["number"])
-    assert worse["difference"] == pytest.approx(worse["mean"] - table[0]["mean"])
-    assert worse["difference_deviation"] == pytest.approx(0, abs=1e-12)
+    worse = next(row for row in table if row["number"] == best_rule["number"])
+    assert difference(worse, table[0]) == pytest.approx(
+        (worse["mean"] - table[0]["mean"], 0), abs=1e-12
+    )
 
 
 def test_a_lucky_trial_does_not_win(data, config, tmp_path, fake, monkeypatch):
@@ -118,8 +119,8 @@ def test_a_lucky_trial_does_not_win(data, config, tmp_path, fake, monkeypatch):
     best, other, *rules = tuned.result["table"]
     trials = sorted(tuned.result["trials"], key=lambda trial: -trial["auc"])
     assert trials[0]["rules"] == ["none"]
-    assert {best["trial"], other["trial"]} == {trial["number"] for trial in trials[1:3]}
-    assert (best["what"], other["what"]) == ("best found", f"trial {other['trial']}")
+    assert {best["number"], other["number"]} == {trial["number"] for trial in trials[1:3]}
+    assert (best["what"], other["what"]) == ("best found", f"trial {other['number']}")
     assert best["mean"] > other["mean"] > max(rule["mean"] or 0 for rule in rules)
     assert len(best["aucs"]) == len(other["aucs"]) == 3
 
@@ -153,7 +154,7 @@ def test_a_tune_in_two_parts_is_one_tune(data, config, tmp_path, fake, shared):
     tuned = tuned_by(data, config, tmp_path / "tune", trials=30)
     assert tuned.result["trials"] == shared.result["trials"]
     assert tuned.result["table"] == shared.result["table"]
-    assert trained == 12 + 3 * len({row["trial"] for row in first.result["table"] if row["seeds"]})
+    assert trained == 12 + 3 * len({row["number"] for row in first.result["table"] if row["seeds"]})
     assert len(fake.configs) - trained <= 18 + 3 * tuning.FINALISTS
 
 
@@ -265,7 +266,7 @@ def test_a_trial_that_diverges_from_another_seed_is_not_the_best(data, config, t
     diverge(lambda train: (train.hyperparameters.to_dict(), train.seed) == (values, seed))
     tuned = tuned_by(data, config, tmp_path / "tune", trials=8, seeds=2)
     assert tuned.result["winner"] != first["winner"]
-    (row,) = (row for row in tuned.result["table"][1:] if row["trial"] == first["winner"])
+    (row,) = (row for row in tuned.result["table"][1:] if row["number"] == first["winner"])
     assert (row["mean"], row["aucs"].count(None), len(row["aucs"])) == (None, 1, 2)
     assert f"{row['what']} diverged from 1 of 2 seeds." in tuned.tables()
 
@@ -359,7 +360,7 @@ def test_without_a_base_the_portfolio_is_tried_first(data, tmp_path, fake):
     assert not any(t["rules"] for t in trials)
     assert tuned.result["not_tried"] == []
     spent = sum(len(t["epochs"]) for t in trials)
-    spent += sum(len(row["seeds"]) * row["epochs"] for row in tuned.result["table"])
+    spent += sum(len(row["seeds"]) * row["best_epoch"] for row in tuned.result["table"])
     assert f"It took the time of {spent} epochs of 1.0 s." in tuned.tables()
 
 

@@ -41,7 +41,6 @@ from merlin_cowclip.workflows.study.tuned import (
     TUNED,
     Tuned,
     check_resumable,
-    difference,
     record_of,
     spread,
     trial_line,
@@ -335,19 +334,20 @@ class _Tuning:
 
     def _try(self, trial: optuna.Trial) -> float:
         """Train a trial's point, and report each epoch."""
-        point = self.config.space.suggest(trial)
-        never_pruned = point in self.config.queue
-
-        def why_end(epochs: list[Epoch]) -> str | None:
-            trial.report(epochs[-1]["auc"], len(epochs))
-            if not never_pruned and trial.should_prune():
-                return _PRUNED
-            is_over = _best(epochs) < len(epochs) < point.max_epochs
-            return "no better than before" if is_over else None
-
+        point, epochs, why = self.config.space.suggest(trial), list[Epoch](), None
         try:
             config = self.config.train_config(point)
-            epochs, why = self._train(config, f"trial {trial.number + 1}", why_end)
+            for epoch in self._epochs(config, f"trial {trial.number + 1}"):
+                epochs.append(epoch)
+                trial.report(epoch["auc"], len(epochs))
+                if point not in self.config.queue and trial.should_prune():
+                    why = _PRUNED
+                    break
+                if _best(epochs) < len(epochs) < point.max_epochs:
+                    why = "no better than before"
+                    break
+        except NotFiniteError as error:
+            why = str(error)
         except BaseException:  # interrupted or refused: tried again when the tune is resumed
             trial.study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
             raise
@@ -357,30 +357,16 @@ class _Tuning:
             raise optuna.TrialPruned
         return max(epoch["auc"] for epoch in epochs)
 
+    def _epochs(self, config: TrainConfig, title: str) -> Iterator[Epoch]:
+        """Train, with a bar on a terminal."""
+        total = -(-self.rows.rows["train"] // config.batch_size) * config.epochs
+        with progress_bar(title, total, " batches", show=self.show and os.isatty(2)) as bar:
+            bar.leave = False  # its line is the trial's own
+            yield from self.trainers.epochs(config, self.stopping, bar.update)
+
     def _print(self, _: optuna.Study, trial: FrozenTrial) -> None:
         if self.show and trial.state in _ENDED:
             print(trial_line(self._tried(trial), self.tried(), self.trials), flush=True)
-
-    def _train(
-        self,
-        config: TrainConfig,
-        title: str,
-        why_end: Callable[[list[Epoch]], str | None] = lambda _: None,
-    ) -> tuple[list[Epoch], str | None]:
-        """Train until the last epoch, or until there is a reason to end, which is returned."""
-        epochs: list[Epoch] = []
-        shown = self.show and os.isatty(2)  # in a log there is the line of each trial
-        total = -(-self.rows.rows["train"] // config.batch_size) * config.epochs
-        with progress_bar(title, total, " batches", show=shown) as bar:
-            bar.leave = False
-            try:
-                for epoch in self.trainers.epochs(config, self.stopping, bar.update):
-                    epochs.append(epoch)
-                    if why := why_end(epochs):
-                        return epochs, why
-            except NotFiniteError as error:
-                return epochs, str(error)
-        return epochs, None
 
     # Repeats
 
@@ -424,42 +410,39 @@ class _Tuning:
             return
         point, epochs = Point.from_dict(tried), tried["best_epoch"]
         config = self.config.train_config(point, epochs=epochs, seed=seed)
-        found, why = self._train(config, f"repeat of {tried['number']}")
-        # The last epoch's AUC: none is chosen by the rows that it is measured by.
-        auc = None if why else found[-1]["auc"]
+        found, auc = list[Epoch](), None
+        try:
+            found += self._epochs(config, f"repeat of {tried['number']}")
+            auc = found[-1][
+                "auc"
+            ]  # the last one: none is chosen by the rows that it is measured by
+        except NotFiniteError:
+            pass
         self.study.set_user_attr(name, {"auc": auc, "seconds": _seconds(found)})
 
     # The end
 
     def write(self, more: Mapping[str, Any]) -> None:
         """Write the configuration that was found, and the result with `more`."""
-        tried, finalists = self.tried(), self._finalists()
+        tried, rows = self.tried(), [*map(self._row, self._finalists())]
+        best = max(rows, key=self._rank)
+        others = [row for row in rows if not row["rules"] and row is not best]
         of_rules = sorted((t for t in tried if t["rules"]), key=lambda t: -(t["auc"] or 0))
-        rows, rules = [*map(self._row, finalists)], [*map(self._row, of_rules)]
-        chosen = min(rows, key=self._rank)
-        others = [row for row in rows if not row["rules"] and row is not chosen]
-        table = [chosen | {"what": "best found"}, *others, *rules]
-        for row in table[1:]:
-            if row["trial"] != chosen["trial"]:
-                row["difference"], row["difference_deviation"] = difference(row, chosen)
-        best = next(one for one in tried if one["number"] == chosen["trial"])
-        point = Point.from_dict(best)
-        done = {rule for row in rules for rule in row["rules"]}
-        epochs = [epoch["seconds"] for one in tried for epoch in one["epochs"]]
-        repeats = self.study.user_attrs.values()
+        done = [rule for one in of_rules for rule in one["rules"]]
         importance, measured = self._importance()
+        point, repeats = Point.from_dict(best), self.study.user_attrs.values()
         result = {
             "format": FORMAT_VERSION,
             **more,
             "rows": self.rows.rows,
-            "at_the_edge": self.config.space.at_the_edge(point),
-            "epoch_seconds": statistics.median(epochs),
             "winner": best["number"],
-            "table": table,
+            "table": [{**best, "what": "best found"}, *others, *map(self._row, of_rules)],
             "not_tried": [rule for rule in self.config.rules if rule not in done],
+            "at_the_edge": self.config.space.at_the_edge(point),
             "importance": importance,
             "trials_measured": measured,
             "seconds": sum(one["seconds"] for one in (*tried, *repeats)),
+            "epoch_seconds": statistics.median(e["seconds"] for t in tried for e in t["epochs"]),
             "trials": tried,
             **environment("optuna"),
         }
@@ -473,27 +456,16 @@ class _Tuning:
         known = self.study.user_attrs
         seeds = [seed for seed in self.seeds if _repeat(tried, seed) in known]
         aucs = [known[_repeat(tried, seed)]["auc"] for seed in seeds]
-        mean, deviation = spread(aucs)
-        return {
-            "what": ", ".join(tried["rules"]) or f"trial {tried['number']}",
-            "trial": tried["number"],
-            "rules": tried["rules"],
-            "seeds": seeds,
-            "aucs": aucs,
-            "mean": mean,
-            "deviation": deviation,
-            "difference": None,
-            "difference_deviation": None,
-            "search_auc": tried["auc"],
-            "epochs": tried["best_epoch"],
-            **{key: tried[key] for key in ("hyperparameters", "update", "rates", "max_epochs")},
-        }
+        what = ", ".join(tried["rules"]) or f"trial {tried['number']}"
+        row = {"what": what, **tried, "seeds": seeds, "aucs": aucs}
+        row["mean"], row["deviation"] = spread(aucs)
+        del row["epochs"]
+        return row
 
-    def _rank(self, row: Mapping[str, Any]) -> tuple[float, ...]:
-        """Least for the best mean of all seeds; greatest for what diverged from one."""
+    def _rank(self, row: Mapping[str, Any]) -> tuple[float, float]:
+        """By the mean of all seeds; last what diverged from one."""
         is_whole = len(row["aucs"]) == len(self.seeds)
-        mean = -1 if None in row["aucs"] else row["mean"] if is_whole else 0
-        return -mean, -row["search_auc"]
+        return -1 if None in row["aucs"] else row["mean"] if is_whole else 0, row["auc"]
 
     def _importance(self) -> tuple[dict[str, float] | None, int]:
         """What share of the AUC's variance each value explains, greatest first; of how many trials.

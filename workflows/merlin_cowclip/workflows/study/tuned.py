@@ -128,12 +128,12 @@ class Tuned:
             (
                 row["what"],
                 "diverged"
-                if diverged[row["what"]] or not row["epochs"]
+                if diverged[row["what"]] or not row["best_epoch"]
                 else plus_minus(row["mean"], row["deviation"]),
-                plus_minus(row["difference"], row["difference_deviation"], "+.5f"),
+                "" if row["number"] == table[0]["number"] else plus_minus(*difference(row, table[0]), "+.5f"),
                 str(len(row["seeds"])),
-                plus_minus(row["search_auc"]),
-                str(row["epochs"] or ""),
+                plus_minus(row["auc"]),
+                str(row["best_epoch"] or ""),
             )
             for row in table
         ]
