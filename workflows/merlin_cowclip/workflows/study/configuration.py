@@ -28,11 +28,7 @@ _WITH_RULES = 3  # settings of the portfolio that follow the rules' points
 
 
 def network_of(found: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The network that values were tuned for, by the names of `NETWORK`.
-
-    Raises:
-      UserError: `given` names another network, or another option of it.
-    """
+    """The network that values were tuned for, by `NETWORK`; refuses that `given` is another."""
     its = {"model": found.model, **found.network_options}
     for name in its:
         value = given.get(name, its[name])
@@ -136,10 +132,7 @@ class TuneConfig:
 
     @functools.cached_property
     def portfolio(self) -> list[Point]:
-        """Points that were best at a large batch on data of other kinds; the first cover most.
-
-        `benchmarks/portfolio.py` found them.
-        """
+        """Points that were best on data of other kinds, by `benchmarks/portfolio.py`."""
         text = Path(__file__).with_name("portfolio.json").read_text(encoding="utf-8")
         return [self.adapted(Point.from_dict(one)) for one in json.loads(text)]
 
@@ -172,11 +165,7 @@ class TuneConfig:
 
 
 def _from_tuned(found: TrainConfig, network: Mapping[str, Any]) -> dict[str, Any]:
-    """What another tune found, by the names of `TuneConfig`.
-
-    Raises:
-      UserError: it has what no tune searches, and its trials would be without.
-    """
+    """What another tune found, by the names of `TuneConfig`; refuses what no tune searches."""
     dense: Any = found.dense_schedule
     decays = found.schedules()["dense_schedule"] == {**_DECAY, "epochs": None}
     if (

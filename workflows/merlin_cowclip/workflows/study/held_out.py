@@ -50,11 +50,10 @@ def hold_out(
             for number, path in enumerate(data.train_files):
                 with pq.ParquetFile(path) as file, ExitStack() as stack:
                     schema = file.schema_arrow.empty_table().select(columns).schema
+                    places = {part: folder / part / f"part-{number:05d}.parquet" for part in PARTS}
                     writers = {
-                        part: stack.enter_context(
-                            pq.ParquetWriter(folder / part / f"part-{number:05d}.parquet", schema)
-                        )
-                        for part in PARTS
+                        part: stack.enter_context(pq.ParquetWriter(place, schema))
+                        for part, place in places.items()
                     }
                     for batch in file.iter_batches(ROW_GROUP_ROWS, columns=columns):
                         mask = _drawn(seen, len(batch), share, seed)

@@ -36,9 +36,6 @@ def largest_batch(
       seeds: how often the best are trained again.
       progress: whether to show bars and a line per trial.
 
-    Raises:
-      Stopped, UserError: as `tune`.
-
     Returns:
       By batch size, rising: `batch_size`, `steps` per epoch, `mean` and `deviation` of the AUC on
       the held-out rows over `seeds`, `loss` and `loss_deviation` to the best size with the same
@@ -68,22 +65,19 @@ def largest_batch(
         search(size, _SEARCHED_AGAIN, f" loses more than {TOLERANCE:.2%}: more trials")
     best = max(found.values(), key=_mean).result["table"][0]
     largest = max(found.keys() - losing())
-    table = []
-    for size, one in sorted(found.items()):
-        first = one.result["table"][0]
-        loss, deviation = difference(best, first)
-        table.append(
-            {
-                "batch_size": size,
-                "steps": -(-rows // size),
-                **{key: first[key] for key in ("mean", "deviation", "seeds")},
-                "loss": loss,
-                "loss_deviation": deviation,
-                "values": ", ".join(first["rules"]) or "search",
-                "folder": str(one.path),
-                "is_largest": size == largest,
-            }
-        )
+    table = [
+        {
+            "batch_size": size,
+            "steps": -(-rows // size),
+            **{key: row[key] for key in ("mean", "deviation", "seeds")},
+            **dict(zip(("loss", "loss_deviation"), difference(best, row), strict=True)),
+            "values": ", ".join(row["rules"]) or "search",
+            "folder": str(one.path),
+            "is_largest": size == largest,
+        }
+        for size, one in sorted(found.items())
+        for row in one.result["table"][:1]
+    ]
     write_json(tuned.path / LARGEST, table)
     return table
 

@@ -62,20 +62,11 @@ class Point:
 
 
 class SearchSpace:
-    """Points at one batch size as parameters of Optuna: numbers and choices by name.
+    """Points at one batch size, of at most so many epochs, as parameters of Optuna.
 
     All numbers except the warm-up are searched logarithmically. For λ and ζ, a value below their
     range stands for 0. r and ζ are parameters only of points with a clip. Ranges grow to hold the
-    starting points.
-
-    Args:
-      batch_size: of all points.
-      starts: points to hold.
-      epochs: upper end of `Point.max_epochs`.
-
-    Raises:
-      ValueError: a starting point cannot be searched: another clip than CowClip's, σ = 0, deferred
-        updates, or other rates.
+    points `starts`; a ValueError says which of their values cannot be searched.
     """
 
     def __init__(self, batch_size: int, starts: Iterable[Point] = (), epochs: int = 10) -> None:

@@ -70,10 +70,6 @@ DATABASE = "study.db"
 FINALISTS = 3  # the best of the search, of which one may be so by chance
 _MUST = 2  # finalists that are trained again whatever the budget
 _HEARTBEAT, _GRACE = 10, 60  # seconds; a trial without a heartbeat for so long is tried again
-_RETRIES = 2
-_POLL = 0.5  # seconds between two looks at what other processes do
-_WAIT = 60.0  # seconds for another process's transaction
-_STARTUP = 6  # trials before TPE has a model of the values
 _PRUNED = "pruned"
 _STEPS = 4  # the most compiled steps that are kept, each with a network and its moments
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -101,9 +97,8 @@ def tune(
     Trials train on the training rows except those held out, by which each epoch is measured; the
     best epoch counts. The test split is not read. What the rules predict from a base, or else the
     portfolio, is tried first, and to its end. Then the three best trials and the best rule's are
-    trained again from other seeds, and the one with the best mean is the result.
-
-    Several processes may share one `out`; each may then make one trial more.
+    trained again from other seeds, and the one with the best mean is the result. Several processes
+    may share one `out`; each may then make one trial more.
 
     Args:
         data: the prepared folder.
@@ -139,18 +134,17 @@ def tune(
         with Stopping() as stopping:
             others = [(config.seed + 1 + k) % (LARGEST_SEED + 1) for k in range(seeds)]
             tuning = _Tuning(config, out, trials, others, end, stopping, progress)
-            with as_user_errors(tuning.rows, out):
-                try:
+            try:
+                with as_user_errors(tuning.rows, out):
                     tuning.search()
                     tuning.repeat()
-                except KeyboardInterrupt:
-                    raise Stopped(
-                        f"interrupted; {len(tuning.tried())} trials that have ended are kept. "
-                        f"Resume with: {command or 'the same call'}",
-                        stopping.number or signal.SIGINT,
-                    ) from None
-        result = {"command": command, "data": record["data"], "config": record["config"]}
-        tuning.write(result)
+            except KeyboardInterrupt:
+                raise Stopped(
+                    f"interrupted; {len(tuning.tried())} trials that have ended are kept. "
+                    f"Resume with: {command or 'the same call'}",
+                    stopping.number or signal.SIGINT,
+                ) from None
+        tuning.write({"command": command, "data": record["data"], "config": record["config"]})
     return Tuned.open(out)
 
 
@@ -251,7 +245,7 @@ class _Sampler(optuna.samplers.TPESampler):
         """The first that a study asks of a trial."""
         drawn = np.random.default_rng([self._seed, trial.number])
         super().__init__(
-            n_startup_trials=_STARTUP,
+            n_startup_trials=6,
             multivariate=True,
             group=True,
             constant_liar=True,
@@ -328,7 +322,7 @@ class _Tuning:
 
     def _wait(self) -> None:
         """For what other processes do."""
-        time.sleep(_POLL)
+        time.sleep(0.5)
         if self.stopping.asked:
             raise KeyboardInterrupt
 
@@ -398,16 +392,14 @@ class _Tuning:
                 is_late = time.monotonic() + _seconds_again(tried) > self.end
                 if is_late and tried not in finalists[:_MUST]:
                     return
-                with alone_with(self.out / _repeat(tried, seed), wait=False) as is_mine:
-                    if is_mine:
-                        self._train_again(tried, seed)
-                    else:
+                name = _repeat(tried, seed)
+                with alone_with(self.out / name, wait=False) as is_mine:
+                    if not is_mine:
                         self._wait()
+                    elif name not in self.study.user_attrs:  # another process's, meanwhile
+                        self._train_again(tried, seed)
 
     def _train_again(self, tried: Tried, seed: int) -> None:
-        name = _repeat(tried, seed)
-        if name in self.study.user_attrs:  # another process's, meanwhile
-            return
         point, epochs = Point.from_dict(tried), tried["best_epoch"]
         config = self.config.train_config(point, epochs=epochs, seed=seed)
         found, auc = list[Epoch](), None
@@ -418,7 +410,7 @@ class _Tuning:
             ]  # the last one: none is chosen by the rows that it is measured by
         except NotFiniteError:
             pass
-        self.study.set_user_attr(name, {"auc": auc, "seconds": _seconds(found)})
+        self.study.set_user_attr(_repeat(tried, seed), {"auc": auc, "seconds": _seconds(found)})
 
     # The end
 
@@ -506,8 +498,8 @@ def _storage(folder: Path) -> optuna.storages.RDBStorage:
         warnings.simplefilter("ignore")
         return optuna.storages.RDBStorage(
             f"sqlite:///{folder.absolute() / DATABASE}",
-            {"connect_args": {"timeout": _WAIT}, "poolclass": NullPool},
+            {"connect_args": {"timeout": 60}, "poolclass": NullPool},
             heartbeat_interval=_HEARTBEAT,
             grace_period=_GRACE,
-            failed_trial_callback=optuna.storages.RetryFailedTrialCallback(max_retry=_RETRIES),
+            failed_trial_callback=optuna.storages.RetryFailedTrialCallback(max_retry=2),
         )

@@ -92,11 +92,7 @@ class Tuned:
 
     @classmethod
     def open(cls, path: str | Path) -> Tuned:
-        """The folder that `tune` wrote.
-
-        Raises:
-          UserError: not there, or the tune has not ended.
-        """
+        """The folder that `tune` wrote; a UserError if it is none, or the tune has not ended."""
         path = Path(path)
         return cls(path, read_record(path), _read(path, RESULT))
 
@@ -105,11 +101,7 @@ class Tuned:
         return TrainConfig.from_dict(_read(self.path, TUNED))
 
     def check_columns(self, data: PreparedData) -> None:
-        """Refuse data with other columns than those that were tuned on; rows and ids may differ.
-
-        Raises:
-          UserError: another label, or other fields.
-        """
+        """Refuse data with another label or other fields; rows and ids may differ."""
         its = columns_of(data)
         for name, mine in self.record["columns"].items():
             if its[name] != mine:
@@ -130,7 +122,9 @@ class Tuned:
                 "diverged"
                 if diverged[row["what"]] or not row["best_epoch"]
                 else plus_minus(row["mean"], row["deviation"]),
-                "" if row["number"] == table[0]["number"] else plus_minus(*difference(row, table[0]), "+.5f"),
+                ""
+                if row["number"] == table[0]["number"]
+                else plus_minus(*difference(row, table[0]), form="+.5f"),
                 str(len(row["seeds"])),
                 plus_minus(row["auc"]),
                 str(row["best_epoch"] or ""),
@@ -161,18 +155,19 @@ class Tuned:
         return "\n".join(lines)
 
 
-AUCs = Sequence[float | None]
+Spread = tuple[float | None, float | None]
+"""Mean and standard deviation."""
 
 
-def spread(values: AUCs) -> tuple[float | None, float | None]:
-    """Mean and standard deviation; none of no values, or where one is `None`."""
+def spread(values: Sequence[float | None]) -> Spread:
+    """None of no values, or where one is `None`; no deviation of one."""
     numbers = [value for value in values if value is not None]
     if not numbers or len(numbers) < len(values):
         return None, None
     return statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None
 
 
-def difference(row: Mapping[str, Any], other: Mapping[str, Any]) -> Any:
+def difference(row: Mapping[str, Any], other: Mapping[str, Any]) -> Spread:
     """`spread` of a row's AUC less another row's, from the seeds that both have."""
     others = dict(zip(other["seeds"], other["aucs"], strict=True))
     pairs = [
