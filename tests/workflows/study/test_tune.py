@@ -268,7 +268,7 @@ def test_a_trial_that_diverges_from_another_seed_is_not_the_best(data, config, t
     assert tuned.result["winner"] != first["winner"]
     (row,) = (row for row in tuned.result["table"][1:] if row["number"] == first["winner"])
     assert (row["mean"], row["aucs"].count(None), len(row["aucs"])) == (None, 1, 2)
-    assert f"{row['what']} diverged from 1 of 2 seeds." in tuned.tables()
+    assert "diverged, 1 of 2" in tuned.tables()
 
 
 def test_a_trial_that_gets_no_better_ends(data, tmp_path, fake):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +22,8 @@ def hold_out(
 ) -> PreparedData:
     """Write prepared data whose test split is held out of the source's training split.
 
-    The share is drawn at random from every 65,536 rows. Both splits keep the source's order. The
-    source's own test split is not read. Everything else is copied from the source.
+    The share is drawn at random from every 65,536 rows, which become a file of each split. The
+    order is the source's. Its own test split is not read. Everything else is copied.
 
     Args:
         data: a prepared folder, or an adopted pipeline.
@@ -47,23 +46,17 @@ def hold_out(
             (folder / part).mkdir()
         seen, columns = 0, [data.spec.label, *data.spec.fields]
         with progress_bar("hold out", data.rows["train"], show=progress) as bar:
-            for number, path in enumerate(data.train_files):
-                with pq.ParquetFile(path) as file, ExitStack() as stack:
-                    schema = file.schema_arrow.empty_table().select(columns).schema
-                    places = {part: folder / part / f"part-{number:05d}.parquet" for part in PARTS}
-                    writers = {
-                        part: stack.enter_context(pq.ParquetWriter(place, schema))
-                        for part, place in places.items()
-                    }
+            for path in data.train_files:
+                with pq.ParquetFile(path) as file:
                     for batch in file.iter_batches(ROW_GROUP_ROWS, columns=columns):
                         mask = _drawn(seen, len(batch), share, seed)
-                        table = pa.Table.from_batches([batch]).select(columns)
                         for part, kept in (("train", ~mask), ("test", mask)):
-                            rows = table.filter(pa.array(kept))
-                            writers[part].write_table(rows, ROW_GROUP_ROWS)
+                            rows = pa.Table.from_batches([batch]).filter(pa.array(kept))
                             counts["rows"][part] += len(rows)
                             labels = rows[data.spec.label].to_numpy()
                             counts["positives"][part] += int(np.count_nonzero(labels))
+                            if len(rows):
+                                pq.write_table(rows, folder / part / f"part-{seen:012}.parquet")
                         seen += len(batch)
                         bar.update(len(batch))
         for part, what in (("test", "held-out"), ("train", "other")):

@@ -75,7 +75,7 @@ _STEPS = 4  # the most compiled steps that are kept, each with a network and its
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 Epoch = dict[str, float]
-"""`auc`, `log_loss` and `calibration` on the held-out rows, `train_loss`, and all `seconds`."""
+"""As `Trainer.epochs` has it, measured on the held-out rows; `seconds` are all it took."""
 
 Tried = dict[str, Any]
 """A trial that has ended, as `result.json` has it."""
@@ -186,12 +186,7 @@ class Trainers:
     def epochs(
         self, config: TrainConfig, stopping: Stopping, advance: Callable[[], Any] = lambda: None
     ) -> Iterator[Epoch]:
-        """Train as `train(rows, config)` would, to the last bit; yields each epoch's measures.
-
-        Args:
-          config: of the trial.
-          stopping: ends it after the update in hand.
-          advance: called after each update.
+        """Train as `train(rows, config)` would, to the last bit; `advance` follows each update.
 
         Raises:
           NotFiniteError: a loss, gradient, weight or prediction is no finite number.
@@ -200,9 +195,7 @@ class Trainers:
         begun = time.perf_counter()
         with quiet_stack():  # of many networks in one process TensorFlow warns that it traces many
             for row in self.get(config, stopping, advance).epochs():
-                now = time.perf_counter()
-                names = ("auc", "log_loss", "calibration", "train_loss")
-                yield {**{name: row[name] for name in names}, "seconds": now - begun}
+                yield {**row, "seconds": time.perf_counter() - begun}
                 begun = time.perf_counter()
 
     def get(self, config: TrainConfig, stopping: Stopping, advance: Callable[[], Any]) -> Trainer:
@@ -462,8 +455,7 @@ class _Tuning:
     def _importance(self) -> tuple[dict[str, float] | None, int]:
         """What share of the AUC's variance each value explains, greatest first; of how many trials.
 
-        By fANOVA (Hutter et al. 2014), over the trials that were not pruned. r and ζ, which only
-        trials with a clip have, are left out. `None` below `FEWEST` trials.
+        By fANOVA (Hutter et al. 2014), of trials that were not pruned. r and ζ are left out.
         """
         trials = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         if len(trials) < FEWEST or len({trial.value for trial in trials}) == 1:

@@ -114,17 +114,22 @@ class Tuned:
     def tables(self) -> str:
         """What was found, for a person to read: AUC, values, importance."""
         result, table = self.result, self.result["table"]
-        diverged = {row["what"]: row["aucs"].count(None) for row in table}
+
+        def auc(row: Mapping[str, Any]) -> str:
+            if diverged := row["aucs"].count(None):
+                return f"diverged, {diverged} of {len(row['aucs'])}"
+            return plus_minus(row["mean"], row["deviation"]) if row["best_epoch"] else "diverged"
+
+        def to_the_best(row: Mapping[str, Any]) -> str:
+            is_best = row["number"] == table[0]["number"]
+            return "" if is_best else plus_minus(*difference(row, table[0]), form="+.5f")
+
         header = ("", "held-out AUC", "to the best", "seeds", "in the search", "epochs")
         rows = [
             (
                 row["what"],
-                "diverged"
-                if diverged[row["what"]] or not row["best_epoch"]
-                else plus_minus(row["mean"], row["deviation"]),
-                ""
-                if row["number"] == table[0]["number"]
-                else plus_minus(*difference(row, table[0]), form="+.5f"),
+                auc(row),
+                to_the_best(row),
                 str(len(row["seeds"])),
                 plus_minus(row["auc"]),
                 str(row["best_epoch"] or ""),
@@ -133,16 +138,12 @@ class Tuned:
         ]
         values = [(row["what"], *_cells(row)) for row in table]
         trials, epoch = result["trials_measured"], result["epoch_seconds"]
-        if result["importance"] is None:
-            shares = f": too few trials to say ({trials}; {FEWEST} at least)"
-        else:
+        shares = f": too few trials to say ({trials}; {FEWEST} at least)"
+        if result["importance"] is not None:
             shares = ", ".join(f"{name} {of:.0%}" for name, of in result["importance"].items())
             shares = f", over {trials} trials (fANOVA): {shares}"
         lines = [format_table(header, rows), "", format_table(("", *_VALUES), values), ""]
         lines.append(f"Importance of the values{shares}.")
-        for row in table:
-            if n := diverged[row["what"]]:
-                lines.append(f"{row['what']} diverged from {n} of {len(row['seeds'])} seeds.")
         if None in table[0]["aucs"]:
             lines.append("All that were trained again diverged: search lower learning rates.")
         if edge := ", ".join(f"{n} {v:.3g}" for n, v in result["at_the_edge"].items()):
