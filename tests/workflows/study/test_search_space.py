@@ -124,7 +124,8 @@ def test_falling_rates_fall_over_all_epochs():
     assert config.queue[falling] == {"rules": ["sqrt, falling"]}
     assert falling == Point(config.rules["sqrt"].hyperparameters, "exact", "falling", 7)
     schedule = {"name": "linear", "to": 0.0, "epochs": 7.0}
-    for train in (config.train_config(falling), config.train_config(falling, epochs=3)):
+    whole = config.train_config(falling)
+    for train in (whole, dataclasses.replace(whole, epochs=3)):
         assert train.dense_schedule == train.embedding_schedule == schedule
     assert config.train_config(config.rules["sqrt"]).dense_schedule is None
     assert Point.from_dict(falling.to_dict()) == falling
@@ -171,8 +172,7 @@ def test_a_trial_trains_what_its_point_says():
     network = {"model": "dcn", "cross_layers": 2}
     config = TuneConfig(batch_size=4096, network=network, epochs=7, base={})
     point = config.rules["sqrt"]
-    train = config.train_config(point, epochs=3, seed=5)
-    assert (train.rule, train.epochs, train.seed, train.update) == ("none", 3, 5, "exact")
+    train = config.train_config(point)
+    assert (train.rule, train.epochs, train.seed, train.update) == ("none", 7, 1234, "exact")
     assert train.hyperparameters == point.hyperparameters
     assert train.network_options["cross_layers"] == 2
-    assert config.train_config(point).epochs == 7

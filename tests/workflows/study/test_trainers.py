@@ -1,5 +1,7 @@
 """A trial that reuses a compiled step comes to what `train` comes to, to the last bit."""
 
+import dataclasses
+
 import pytest
 
 from merlin_cowclip.plugins import Hyperparameters
@@ -65,7 +67,7 @@ def test_reused_as_if_new(rows, tmp_path, update, clip):
     trials = []
     for hp, rates, seed in TRIALS:
         hp = hp.replace(clip=None if clip == "none" else clip)
-        trial = config.train_config(Point(hp, update, rates), seed=seed)
+        trial = dataclasses.replace(config.train_config(Point(hp, update, rates)), seed=seed)
         if hp.dense_lr > 1:
             with pytest.raises(NotFiniteError):
                 list(trainers.epochs(trial, Stopping()))

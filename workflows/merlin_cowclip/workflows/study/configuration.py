@@ -147,14 +147,11 @@ class TuneConfig:
         """What is searched, with every point of the queue in it."""
         return SearchSpace(self.batch_size, self.queue, self.epochs)
 
-    def train_config(
-        self, point: Point, *, epochs: int | None = None, seed: int | None = None
-    ) -> TrainConfig:
-        """The training of a point, by default for its epochs and from the study's seed."""
-        own = {**self._shared(), **base_fields(point.hyperparameters), "update": point.update}
-        own |= {"epochs": point.max_epochs if epochs is None else epochs}
-        own |= {"seed": self.seed if seed is None else seed}
-        if point.rates == "falling":  # as in a trial, however many epochs are trained
+    def train_config(self, point: Point) -> TrainConfig:
+        """The training of a point; with fewer `epochs` in its place the decay is the same."""
+        own = {**self._shared(), **base_fields(point.hyperparameters)}
+        own |= {"update": point.update, "epochs": point.max_epochs}
+        if point.rates == "falling":
             decay = {**_DECAY, "epochs": float(point.max_epochs)}
             own |= {"dense_schedule": decay, "embedding_schedule": decay}
         return TrainConfig(**own, rule="none")
@@ -168,11 +165,8 @@ def _from_tuned(found: TrainConfig, network: Mapping[str, Any]) -> dict[str, Any
     """What another tune found, by the names of `TuneConfig`; refuses what no tune searches."""
     dense: Any = found.dense_schedule
     decays = found.schedules()["dense_schedule"] == {**_DECAY, "epochs": None}
-    if (
-        found.clip_tables is not None
-        or dense != found.embedding_schedule
-        or not (dense is None or decays)
-    ):
+    is_searched = dense == found.embedding_schedule and (dense is None or decays)
+    if found.clip_tables is not None or not is_searched:
         raise UserError(
             "base must have what a tune searches: learning rates that are constant or both fall in "
             "a straight line to 0, and all tables clipped alike. Give its hyperparameters alone, "

@@ -308,7 +308,7 @@ class _Tuning:
                 self.study.optimize(self._try, n_trials=1, callbacks=[self._print])
 
     def _has_time_for_a_trial(self) -> bool:
-        """Besides the repeats that are made whatever the budget."""
+        """Besides the repeats of the first finalists."""
         took = [tried["seconds"] for tried in self.tried() if tried["epochs"]]
         again = len(self.seeds) * sum(map(_seconds_again, self._finalists()[:_MUST]))
         return not took or self.end - time.monotonic() - again > statistics.fmean(took)
@@ -373,12 +373,9 @@ class _Tuning:
                 f"{self.tried()[-1]['why']}"
             )
         if self.show:
+            what = f"Training {len(finalists)} of them again from {len(self.seeds)} other seeds"
             minutes = len(self.seeds) * sum(map(_seconds_again, finalists)) / 60
-            print(
-                f"Training {len(finalists)} of them again from {len(self.seeds)} other seeds, "
-                f"about {minutes:.1f} minutes",
-                flush=True,
-            )
+            print(f"{what}, about {minutes:.1f} minutes", flush=True)
         left = [(tried, seed) for tried in finalists for seed in self.seeds]
         while left := [one for one in left if _repeat(*one) not in self.study.user_attrs]:
             for tried, seed in left:
@@ -393,17 +390,19 @@ class _Tuning:
                         self._train_again(tried, seed)
 
     def _train_again(self, tried: Tried, seed: int) -> None:
-        point, epochs = Point.from_dict(tried), tried["best_epoch"]
-        config = self.config.train_config(point, epochs=epochs, seed=seed)
+        config = dataclasses.replace(self._best_of(tried), seed=seed)
         found, auc = list[Epoch](), None
         try:
             found += self._epochs(config, f"repeat of {tried['number']}")
-            auc = found[-1][
-                "auc"
-            ]  # the last one: none is chosen by the rows that it is measured by
+            auc = found[-1]["auc"]  # not the best one, which these rows would have chosen
         except NotFiniteError:
             pass
         self.study.set_user_attr(_repeat(tried, seed), {"auc": auc, "seconds": _seconds(found)})
+
+    def _best_of(self, tried: Tried) -> TrainConfig:
+        """A trial's training up to its best epoch."""
+        config = self.config.train_config(Point.from_dict(tried))
+        return dataclasses.replace(config, epochs=tried["best_epoch"])
 
     # The end
 
@@ -415,7 +414,7 @@ class _Tuning:
         of_rules = sorted((t for t in tried if t["rules"]), key=lambda t: -(t["auc"] or 0))
         done = [rule for one in of_rules for rule in one["rules"]]
         importance, measured = self._importance()
-        point, repeats = Point.from_dict(best), self.study.user_attrs.values()
+        repeats = self.study.user_attrs.values()
         result = {
             "format": FORMAT_VERSION,
             **more,
@@ -423,7 +422,7 @@ class _Tuning:
             "winner": best["number"],
             "table": [{**best, "what": "best found"}, *others, *map(self._row, of_rules)],
             "not_tried": [rule for rule in self.config.rules if rule not in done],
-            "at_the_edge": self.config.space.at_the_edge(point),
+            "at_the_edge": self.config.space.at_the_edge(Point.from_dict(best)),
             "importance": importance,
             "trials_measured": measured,
             "seconds": sum(one["seconds"] for one in (*tried, *repeats)),
@@ -431,9 +430,8 @@ class _Tuning:
             "trials": tried,
             **environment("optuna"),
         }
-        found = self.config.train_config(point, epochs=best["best_epoch"])
         with alone_in(self.out):
-            write_json(self.out / TUNED, found.to_dict())
+            write_json(self.out / TUNED, self._best_of(best).to_dict())
             write_json(self.out / RESULT, result)
 
     def _row(self, tried: Tried) -> dict[str, Any]:

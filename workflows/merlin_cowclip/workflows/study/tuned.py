@@ -160,21 +160,19 @@ Spread = tuple[float | None, float | None]
 """Mean and standard deviation."""
 
 
-def spread(values: Sequence[float | None]) -> Spread:
-    """None of no values, or where one is `None`; no deviation of one."""
-    numbers = [value for value in values if value is not None]
-    if not numbers or len(numbers) < len(values):
+def spread(values: Sequence[Any]) -> Spread:
+    """Neither of no values, or where one is `None`; no deviation of one value."""
+    if not values or None in values:
         return None, None
-    return statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
 def difference(row: Mapping[str, Any], other: Mapping[str, Any]) -> Spread:
-    """`spread` of a row's AUC less another row's, from the seeds that both have."""
-    others = dict(zip(other["seeds"], other["aucs"], strict=True))
-    pairs = [
-        (auc, others[n]) for n, auc in zip(row["seeds"], row["aucs"], strict=True) if n in others
-    ]
-    return spread([None if None in pair else pair[0] - pair[1] for pair in pairs])
+    """`spread` of a row's AUC minus another row's, of the seeds that both have."""
+    own, others = (dict(zip(one["seeds"], one["aucs"], strict=True)) for one in (row, other))
+    if None in (*own.values(), *others.values()):
+        return None, None
+    return spread([own[seed] - others[seed] for seed in own if seed in others])
 
 
 def plus_minus(mean: float | None, deviation: float | None = None, form: str = ".5f") -> str:
