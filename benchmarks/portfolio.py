@@ -17,7 +17,6 @@ other data sets, without any point that was found on this one.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,7 @@ from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.study.search_space import Point
-from merlin_cowclip.workflows.study.tune import Trainers, epochs_of
+from merlin_cowclip.workflows.study.tune import Trainers
 from merlin_cowclip.workflows.study.tuned import Tuned
 from merlin_cowclip.workflows.training.stopping import Stopping
 
@@ -108,8 +107,7 @@ def measure(record: dict[str, Any], name: str, data: Path, options: argparse.Nam
         def run(point: Point, found_on: str) -> float:
             aucs = []
             try:
-                given = config.train_config(point), stopping
-                for epoch in epochs_of(rows, *given, trainers=trainers):
+                for epoch in trainers.epochs(config.train_config(point), stopping):
                     aucs.append(epoch["auc"])
                     if aucs[-1] < max(aucs) - 0.002:
                         break
@@ -120,18 +118,11 @@ def measure(record: dict[str, Any], name: str, data: Path, options: argparse.Nam
             return max(aucs, default=0.5)
 
         for found_on, best in candidates(record):
-            point = at(best, config.batch_size, config.epochs)
+            point = config.adapted(best)
             if point.to_dict() not in [one["point"] for one in tried]:
                 run(point, found_on)
         missing = options.trials - sum(one["found_on"] == name for one in tried)
         study.optimize(lambda trial: run(config.space.suggest(trial), name), max(missing, 0))
-
-
-def at(point: Point, batch_size: int, epochs: int) -> Point:
-    """The same values at another batch size."""
-    hyperparameters = point.hyperparameters.replace(batch_size=batch_size)
-    most = min(point.max_epochs, epochs)
-    return dataclasses.replace(point, hyperparameters=hyperparameters, max_epochs=most)
 
 
 def candidates(record: Mapping[str, Any]) -> list[tuple[str, Point]]:

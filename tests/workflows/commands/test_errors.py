@@ -97,7 +97,7 @@ REFUSED = {
     "train --resume RUN --mlp 8": "goes with DATA, --epochs, --max-minutes and --quiet alone",
     # tune
     "tune DATA --out OUT": "tune needs --batch-size … Name it",
-    f"{TUNE} --batch-size 64 --l2 1e-5 --trials 2": "trials must be at least 6 … trials=2",
+    f"{TUNE} --batch-size 64 --l2 1e-5 --trials 2": "trials must be … at least 6 … 2",
     f"{TUNE} --batch-size 64 --budget nan": "budget must be positive minutes … nan",
     f"{TUNE} --batch-size 64 --held-out 0.008": "held-out rows must have labels of 0 and of 1",
     f"{TUNE} --batch-size 141": "must not exceed the training rows … 141, 140 rows … smaller",
@@ -454,7 +454,7 @@ def tuned(toy_data, tmp_path) -> Path:
     folder.mkdir()
     on = {"data": str(toy_data), "data_sha256": identity_of(data), "columns": columns_of(data)}
     for name, content in (
-        ("tune.json", {"format": 3, "config": {}, "precision": "float32", **on}),
+        ("tune.json", {"format": 4, "config": {}, "precision": "float32", **on}),
         ("tuned.json", TrainConfig(batch_size=64, rule="none", base_batch_size=64).to_dict()),
         ("result.json", {}),
     ):
@@ -471,7 +471,6 @@ def test_what_was_tuned(toy_data, tuned, tmp_path):
     words = "of batch size 64, from which a --rule scales them … --batch-size 128 … Name it"
     check([*argv, "--batch-size", 128], words, tmp_path)
     for change, words in (
-        ({"precision": "mixed_float16"}, "in the precision … which is float32 … mixed_float16"),
         (
             {"columns": {**record["columns"], "label": "z"}},
             "must have the columns … label 'y' instead of 'z'",

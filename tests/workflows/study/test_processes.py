@@ -53,7 +53,7 @@ def test_killed_stopped_and_resumed(interpreter, data, tmp_path):
     assert len(trials) == 7
     assert trials[:2] == kept
     best = max(trial["auc"] for trial in Tuned.open(out).result["trials"])
-    assert max(row["search_auc"] for row in Tuned.open(out).result["table"]) == best
+    assert max(row["auc"] for row in Tuned.open(out).result["table"]) == best
 
 
 def test_two_processes_share_one(interpreter, second, data, tmp_path):
@@ -65,7 +65,7 @@ def test_two_processes_share_one(interpreter, second, data, tmp_path):
         done = program.end()
         assert done.returncode == 0, done.stderr
     said = [(tmp_path / f"said-{i}/out").read_text().splitlines() for i in range(2)]
-    lines = [[line for line in lines if re.match(r" *\d/8 ", line)] for lines in said]
+    lines = [[line for line in lines if re.match(r" *\d+ +\d/8 ", line)] for lines in said]
     assert all(lines)
     trials = ended(out)
     assert len(lines[0]) + len(lines[1]) == len(trials)

@@ -52,11 +52,13 @@ def test_every_rule_is_in_the_space(rule, batch_size):
     config = TuneConfig(batch_size=batch_size, base={})
     predicted = scale(recipe(rule), to=batch_size, rule=rule)
     point = config.rules[rule]
-    assert rule in config.starts[point]
+    assert rule in config.queue[point]["rules"]
     assert point == Point(predicted)
     space = config.space
     assert space.point(space.params(point)) == point
-    assert sum(map(len, config.starts.values())) == len(SCALING_RULES)  # equal points once
+    *rules, decay = (rule for one in config.queue.values() for rule in one.get("rules", ()))
+    assert sorted(rules) == sorted(SCALING_RULES)  # equal points once
+    assert decay == "sqrt, falling"
 
 
 def test_zero_is_searched():
@@ -96,11 +98,13 @@ def test_updates_and_rates_of_the_starting_points():
     with pytest.raises(UserError, match="rates must be one of constant, falling"):
         TuneConfig(rates="rising", base={})
     config = TuneConfig(batch_size=4096, rates="falling", base={})
-    assert {point.rates for point in config.starts} == {"falling"}
+    assert {point.rates for point in config.rules.values()} == {"falling"}
     *rules, a, b, c = config.queue
-    assert rules == list(config.starts)
+    assert rules == list(dict.fromkeys(config.rules.values()))
     assert [a, b, c] == config.portfolio[:3]
-    assert TuneConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+    assert dataclasses.asdict(TuneConfig(**dataclasses.asdict(config))) == dataclasses.asdict(
+        config
+    )
 
 
 def test_epochs_beyond_the_end_of_a_schedule_are_refused():
@@ -116,11 +120,12 @@ def test_epochs_beyond_the_end_of_a_schedule_are_refused():
 def test_falling_rates_fall_over_all_epochs():
     """As in the trial, also if fewer epochs were best."""
     config = TuneConfig(batch_size=4096, epochs=7, base={})
-    falling = list(config.queue)[len(config.starts)]
-    assert config.queue[falling] == ["sqrt, falling"]
+    falling = list(config.queue)[config.min_trials]
+    assert config.queue[falling] == {"rules": ["sqrt, falling"]}
     assert falling == Point(config.rules["sqrt"].hyperparameters, "exact", "falling", 7)
     schedule = {"name": "linear", "to": 0.0, "epochs": 7.0}
-    for train in (config.train_config(falling), config.train_config(falling, epochs=3)):
+    whole = config.train_config(falling)
+    for train in (whole, dataclasses.replace(whole, epochs=3)):
         assert train.dense_schedule == train.embedding_schedule == schedule
     assert config.train_config(config.rules["sqrt"]).dense_schedule is None
     assert Point.from_dict(falling.to_dict()) == falling
@@ -133,6 +138,7 @@ def test_without_a_base_the_portfolio_comes_first():
     config = TuneConfig(batch_size=4096, epochs=3)
     assert not config.rules
     assert list(config.queue) == config.portfolio
+    assert [one["portfolio"] for one in config.queue.values()] == [*range(1, len(config.queue) + 1)]
     assert 6 <= len(config.portfolio) <= 8
     for point in config.portfolio:
         assert point.hyperparameters.batch_size == 4096
@@ -152,7 +158,9 @@ def test_the_base_is_scaled_by_every_rule():
     for rule, point in config.rules.items():
         assert point == Point(scale(base, to=4096, rule=rule), "lazy")
     assert config.rules["sqrt"].max_epochs == config.epochs
-    assert TuneConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+    assert dataclasses.asdict(TuneConfig(**dataclasses.asdict(config))) == dataclasses.asdict(
+        config
+    )
     config = TuneConfig(batch_size=2048, base={"batch_size": 512, "dense_lr": 2e-3})
     tuned = recipe("cowclip").replace(batch_size=512, dense_lr=2e-3)
     assert config.rules["cowclip"] == Point(scale(tuned, to=2048, rule="cowclip"))
@@ -164,8 +172,7 @@ def test_a_trial_trains_what_its_point_says():
     network = {"model": "dcn", "cross_layers": 2}
     config = TuneConfig(batch_size=4096, network=network, epochs=7, base={})
     point = config.rules["sqrt"]
-    train = config.train_config(point, epochs=3, seed=5)
-    assert (train.rule, train.epochs, train.seed, train.update) == ("none", 3, 5, "exact")
+    train = config.train_config(point)
+    assert (train.rule, train.epochs, train.seed, train.update) == ("none", 7, 1234, "exact")
     assert train.hyperparameters == point.hyperparameters
     assert train.network_options["cross_layers"] == 2
-    assert config.train_config(point).epochs == 7

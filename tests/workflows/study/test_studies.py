@@ -133,7 +133,9 @@ def test_another_tune_starts_from_a_tuned_base():
     assert config.train_config(config.rules["sqrt"]).network_options == TUNED.network_options
     assert (config.update, config.rates) == ("lazy", "falling")
     assert config.base == TUNED.hyperparameters.to_dict()
-    assert TuneConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+    assert dataclasses.asdict(TuneConfig(**dataclasses.asdict(config))) == dataclasses.asdict(
+        config
+    )
     for other in ({"embedding_schedule": "cosine"}, {"clip_tables": ("C1",)}):
         with pytest.raises(UserError, match="base must have what a tune searches.*hyperparameters"):
             TuneConfig(base=TrainConfig(batch_size=K, **other))

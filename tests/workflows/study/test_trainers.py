@@ -1,5 +1,7 @@
 """A trial that reuses a compiled step comes to what `train` comes to, to the last bit."""
 
+import dataclasses
+
 import pytest
 
 from merlin_cowclip.plugins import Hyperparameters
@@ -10,7 +12,7 @@ from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.study.search_space import CHOICES, Point
-from merlin_cowclip.workflows.study.tune import Trainers, epochs_of
+from merlin_cowclip.workflows.study.tune import Trainers
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.reproducibility import in_precision
 from merlin_cowclip.workflows.training.stopping import Stopping
@@ -65,12 +67,12 @@ def test_reused_as_if_new(rows, tmp_path, update, clip):
     trials = []
     for hp, rates, seed in TRIALS:
         hp = hp.replace(clip=None if clip == "none" else clip)
-        trial = config.train_config(Point(hp, update, rates), seed=seed)
+        trial = dataclasses.replace(config.train_config(Point(hp, update, rates)), seed=seed)
         if hp.dense_lr > 1:
             with pytest.raises(NotFiniteError):
-                list(epochs_of(rows, trial, Stopping(), trainers=trainers))
+                list(trainers.epochs(trial, Stopping()))
             continue
-        epochs = list(epochs_of(rows, trial, Stopping(), trainers=trainers))
+        epochs = list(trainers.epochs(trial, Stopping()))
         (trainer,) = trainers._kept.values()  # one for all
         weights = {name: v.numpy() for name, v in weights_of(trainer.model).items()}
         trials.append((trial, epochs, weights))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import sys
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _OWN = ("batch_size", "epochs", "held_out", "seed", "deterministic")
 _BASE_OPTIONS = ("base_batch_size", "dense_lr", "embedding_lr", "l2")
 _SEARCH, _BASE = "The search", "A base, from which every rule predicts"
+_search = functools.partial(option, group=_SEARCH)
 
 
 @click.command(cls=Command, example="tune data --out tune --batch-size 8K --trials 20")
@@ -40,42 +42,20 @@ _SEARCH, _BASE = "The search", "A base, from which every rule predicts"
 @option("--out", type=PATH, required=True, metavar="TUNE", help="folder to write, or to resume")
 @fields(TrainConfig, "batch_size", group="Options", batch_size="that of an existing TUNE")
 @quiet
-@option(
-    "--trials",
-    type=int,
-    default=40,
-    metavar="N",
-    group=_SEARCH,
-    help="trials in all, at least one per rule",
-)
-@option(
-    "--budget",
-    type=float,
-    metavar="MINUTES",
-    group=_SEARCH,
-    help="stop after about this many minutes",
-)
+@_search("--trials", type=int, default=40, metavar="N", help="trials in all, one or more per rule")
+@_search("--budget", type=float, metavar="MINUTES", help="stop after about this many minutes")
 @fields(TrainConfig, "epochs", "seed", group=_SEARCH)
-@option(
+@_search(
     "--held-out",
     type=float,
     metavar="SHARE",
-    group=_SEARCH,
     help="share of the training rows to measure trials by",
     shown="0.1",
 )
-@option(
-    "--seeds",
-    type=int,
-    default=3,
-    metavar="K",
-    group=_SEARCH,
-    help="number of seeds to retrain the best with",
-)
-@option(
+@_search("--seeds", type=int, default=3, metavar="K", help="seeds to retrain the best with")
+@_search(
     "--largest-batch",
     is_flag=True,
-    group=_SEARCH,
     help="then try a quarter, twice and four times the batch size; --budget does not count it",
 )
 @option(
@@ -98,31 +78,29 @@ def tune(data: Path, out: Path, **values: Any) -> None:
     """
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
-    opened = PreparedData.open(data)
+    opened, seeds, progress = PreparedData.open(data), values["seeds"], not values["quiet"]
     config, source = tune_config(out, values, opened)
+    if progress:
+        print(f"Base: {source}" if source else f"Resuming {out}")
+        print("Loading TensorFlow and the rows ...", flush=True)
     from merlin_cowclip.workflows.study.tune import tune
 
-    if config.base is None:
-        source = "none, so the search starts from settings that were best on other data"
-    if source and not values["quiet"]:
-        print(f"Base: {source}", flush=True)
     tuned = tune(
         opened,
         config,
         out,
         trials=values["trials"],
-        seeds=values["seeds"],
+        seeds=seeds,
         budget=values["budget"],
         command=shlex.join(["merlin-cowclip", *sys.argv[1:]]),
-        progress=not values["quiet"],
+        progress=progress,
     )
     print(tuned.tables())
     size = config.batch_size
     if values["largest_batch"]:
         from merlin_cowclip.workflows.study.largest_batch import largest_batch, largest_batch_table
 
-        progress = not values["quiet"]
-        rows = largest_batch(opened, tuned, seeds=values["seeds"], progress=progress)
+        rows = largest_batch(opened, tuned, seeds=seeds, progress=progress)
         print(f"\n{largest_batch_table(rows)}")
         found = next(row for row in rows if row["is_largest"])
         out, size = Path(found["folder"]), found["batch_size"]
@@ -134,7 +112,7 @@ def tune(data: Path, out: Path, **values: Any) -> None:
 def tune_config(
     out: Path, options: Mapping[str, Any], data: PreparedData
 ) -> tuple[TuneConfig, str]:
-    """What is to be searched, and where its base comes from.
+    """What is to be searched, and where its base comes from; "": it is that of a tune in `out`.
 
     Of a tune that is there, what the options do not say is its own.
 
@@ -142,14 +120,15 @@ def tune_config(
         UserError: a bad value, options that exclude others, or no batch size.
     """
     values: dict[str, Any] = {}
-    source = "" if options["base"] is None else f"values of {options['base']}"
+    source = "none, so the search starts from settings that were best on other data"
     base = given({name.removeprefix("base_"): options[name] for name in _BASE_OPTIONS})
-    if base and source:
+    network = given({name: options[name] for name in NETWORK})
+    if base and options["base"] is not None:
         raise UserError("--base excludes the other options of the base. Leave one out")
     if os.path.isdir(out) and os.listdir(out):
         from merlin_cowclip.workflows.study.tuned import read_record
 
-        values = dict(read_record(out)["config"])
+        values, source = dict(read_record(out)["config"]), ""
     elif options["batch_size"] is None:
         raise UserError(
             "tune needs --batch-size, at which the values are searched. Received: none. Name it"
@@ -157,13 +136,14 @@ def tune_config(
     elif base:
         values["base"], source = default_base(data, base.get("batch_size", K), base)
     values |= given({name: options[name] for name in _OWN})
-    network = given({name: options[name] for name in NETWORK})
-    before = values.get("network", {})
     if options["base"] is not None:
-        values["base"], before = found_by(options["base"], data), {}
-    elif base:
-        values["base"] = {**(values["base"] or {}), **base}
-    return TuneConfig.from_dict({**values, "network": {**before, **network}}), source
+        values |= {"base": found_by(options["base"], data), "network": network}
+        source = f"values of {options['base']}"
+    else:
+        values["network"] = {**values.get("network", {}), **network}
+        if base:
+            values["base"] = {**(values["base"] or {}), **base}
+    return TuneConfig(**values), source
 
 
 def default_base(
@@ -175,32 +155,19 @@ def default_base(
     """
     name = data.spec.name
     values = None if name == "criteo" else paper_values(name, "cowclip", batch_size)
-    source = f"each rule's default hyperparameters at batch size {batch_size:,}"
+    source = "each rule's default hyperparameters"
     if values is not None:
-        source = (
-            f"the paper's values for {name}, tuned at {values.batch_size:,}, at batch size "
-            f"{batch_size:,}"
-        )
+        source = f"the paper's values for {name}, tuned at {values.batch_size:,},"
+    source += f" at batch size {batch_size:,}"
     if names := ", ".join(own):
         source += f"; {names} as given"
     return {} if values is None else {key: getattr(values, key) for key in VALUES}, source
 
 
 def found_by(tune: Path, data: PreparedData) -> TrainConfig:
-    """What a tune found, on data of these columns.
-
-    Raises:
-        UserError: no tune that has ended, one on data of other columns, or one in another of
-            Keras's precisions than commands train in.
-    """
+    """What a tune found; refuses no tune that has ended, and one on data of other columns."""
     from merlin_cowclip.workflows.study.tuned import Tuned
 
     tuned = Tuned.open(tune)
-    precision = tuned.record["precision"]
-    if precision != "float32":
-        raise UserError(
-            "values must be found in the precision that they are compared in, which is float32. "
-            f"Received: {tune}, tuned in {precision}. Name a tune in float32"
-        )
     tuned.check_columns(data)
     return tuned.train_config()

@@ -1,4 +1,4 @@
-"""What a tune searches, and from where: checked, fit for JSON both ways. Pure Python."""
+"""Options of a tuning study, checked, and the points that it tries first. Pure Python."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,14 @@ from merlin_cowclip.workflows.training.options import refuse_unknown
 NETWORK = ("model", *OPTIONS)
 """The keys of `TrainConfig` that say which network is trained."""
 
-_FALLS = {"name": "linear", "to": 0.0}
+_DECAY = {"name": "linear", "to": 0.0}
 # First the one that a small budget should not leave out.
 _RULES = tuple(sorted(SCALING_RULES, key=lambda name: name != "cowclip"))
-_WITH_RULES = 3  # of the portfolio, after what a base's rules predict
+_WITH_RULES = 3  # settings of the portfolio that follow the rules' points
 
 
 def network_of(found: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The network that values were tuned for, by the names of `NETWORK`.
-
-    Raises:
-      UserError: `given` names another network, or another option of it.
-    """
+    """The network that values were tuned for, by `NETWORK`; refuses that `given` is another."""
     its = {"model": found.model, **found.network_options}
     for name in its:
         value = given.get(name, its[name])
@@ -47,7 +43,7 @@ def network_of(found: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class TuneConfig:
-    """What a tune searches; everything but the data, its place, and how long it may take.
+    """What a tuning study searches; `dataclasses.asdict` is fit for JSON.
 
     Attributes:
       batch_size: samples per update, B, at which the values are searched.
@@ -55,15 +51,14 @@ class TuneConfig:
         base that another tune found, its own.
       base: values tuned at ``base["batch_size"]`` (1024 if it is not named), by `Hyperparameters`'
         names; what is left out is each rule's recipe. Or what another tune found, its
-        `Tuned.train_config()`, which brings its network, update, rates and epochs along. Without
-        a base no rule is tried.
+        `Tuned.train_config()`, with its network, update, rates and epochs. Without a base no rule
+        is tried.
       try_rules: which rules predict points from the base, in this order.
       update: "exact" or "lazy", of the rules' points; both are searched.
       rates: "constant" or "falling", of the rules' points; both are searched.
       rule_epochs: how many the rules' points are trained, or `None` for the most.
       epochs: the most that a trial trains.
-      held_out: share of the training rows by which trials are measured, and which they do not
-        train on.
+      held_out: share of the training rows that measures the trials; they do not train on it.
       seed: of the hold-out, the search, and all trials' weights and order.
       deterministic: as `TrainConfig`'s.
 
@@ -89,18 +84,16 @@ class TuneConfig:
         refuse_unknown("network", self.network, NETWORK)
         if not 0 < self.held_out < 1:
             raise UserError(f"held_out must be between 0 and 1. Received: {self.held_out!r}")
-        own: dict[str, Any] = {"try_rules": list(self.try_rules)}  # as JSON has it
         if isinstance(self.base, TrainConfig):
-            own |= _brought(self.base, self.network)
+            for name, value in _from_tuned(self.base, self.network).items():
+                object.__setattr__(self, name, value)
         elif isinstance(self.base, Hyperparameters):
-            own["base"] = self.base.to_dict()
-        for name, value in own.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, "base", self.base.to_dict())
         try:
             _ = self.space
         except ValueError as error:
             raise UserError(str(error)) from None
-        options = self.train_config(next(iter(self.queue))).to_dict()
+        options = self.train_config(next(iter(self.queue))).to_dict()  # with all defaults
         object.__setattr__(self, "network", {name: options[name] for name in NETWORK})
 
     @functools.cached_property
@@ -108,108 +101,72 @@ class TuneConfig:
         """By rule the point that it predicts from the base, as `train --rule` would take it."""
         if self.base is None:
             return {}
-        assert not isinstance(self.base, TrainConfig)  # which it is given as
-        base = base_fields(self.base)
-        points, epochs = {}, min(self.rule_epochs or self.epochs, self.epochs)
-        for rule in self.try_rules:
-            config = TrainConfig.from_dict({**self._shared(), "rule": rule, **base})
-            points[rule] = Point(config.hyperparameters, self.update, self.rates, epochs)
-        return points
+        assert not isinstance(self.base, TrainConfig)  # replaced by `__post_init__`
+        own = {**self._shared(), **base_fields(self.base)}
+        values = {rule: TrainConfig(**own, rule=rule).hyperparameters for rule in self.try_rules}
+        epochs = min(self.rule_epochs or self.epochs, self.epochs)
+        return {rule: Point(hp, self.update, self.rates, epochs) for rule, hp in values.items()}
 
     @functools.cached_property
-    def starts(self) -> dict[Point, list[str]]:
-        """The points to start from, each once → the rules that predict it."""
-        starts: dict[Point, list[str]] = {}
-        for rule, point in self.rules.items():
-            starts.setdefault(point, []).append(rule)
-        return starts
+    def queue(self) -> dict[Point, dict[str, Any]]:
+        """The points to try first, each once → where they come from: `rules` or `portfolio`.
 
-    @functools.cached_property
-    def queue(self) -> dict[Point, list[str]]:
-        """What is tried first: the rules' points, or what was best elsewhere, or some of both.
-
-        With a base, √-scaling's point with rates that fall and the first three of the portfolio
-        follow the rules': no rule of the paper's has such rates, which are best on most logs.
+        These are the rules' points, or the portfolio. After the rules' come √-scaling's with decay,
+        which is best on most data and in no rule, and the first three of the portfolio.
         """
-        queue, portfolio = dict(self.starts), self.portfolio
-        if self.rules:
-            portfolio = portfolio[:_WITH_RULES]
+        queue: dict[Point, dict[str, Any]] = {}
+        for rule, point in self.rules.items():
+            queue.setdefault(point, {"rules": []})["rules"].append(rule)
         if "sqrt" in self.rules:
-            falling = dataclasses.replace(self.rules["sqrt"], rates="falling")
-            queue.setdefault(falling, ["sqrt, falling"])
-        for point in portfolio:
-            queue.setdefault(point, [])
+            decaying = dataclasses.replace(self.rules["sqrt"], rates="falling")
+            queue.setdefault(decaying, {"rules": ["sqrt, falling"]})
+        portfolio = self.portfolio[: _WITH_RULES if self.rules else None]
+        for number, point in enumerate(portfolio, 1):
+            queue.setdefault(point, {"portfolio": number})
         return queue
+
+    @property
+    def min_trials(self) -> int:
+        """How many points the rules predict; at least 1."""
+        return max(len({*self.rules.values()}), 1)
 
     @functools.cached_property
     def portfolio(self) -> list[Point]:
-        """Points that were best at a large batch on data of other kinds; the first cover most.
-
-        `benchmarks/portfolio.py` found them.
-        """
+        """Points that were best on data of other kinds, by `benchmarks/portfolio.py`."""
         text = Path(__file__).with_name("portfolio.json").read_text(encoding="utf-8")
-        points = [Point.from_dict(one) for one in json.loads(text)]
-        return [
-            dataclasses.replace(
-                one,
-                hyperparameters=one.hyperparameters.replace(batch_size=self.batch_size),
-                max_epochs=min(one.max_epochs, self.epochs),
-            )
-            for one in points
-        ]
+        return [self.adapted(Point.from_dict(one)) for one in json.loads(text)]
+
+    def adapted(self, point: Point) -> Point:
+        """The same values at this batch size, for no more epochs than trials train."""
+        hyperparameters = point.hyperparameters.replace(batch_size=self.batch_size)
+        epochs = min(point.max_epochs, self.epochs)
+        return dataclasses.replace(point, hyperparameters=hyperparameters, max_epochs=epochs)
 
     @functools.cached_property
     def space(self) -> SearchSpace:
-        """What is searched, with every starting point in it."""
+        """What is searched, with every point of the queue in it."""
         return SearchSpace(self.batch_size, self.queue, self.epochs)
 
-    def train_config(
-        self, point: Point, *, epochs: int | None = None, seed: int | None = None
-    ) -> TrainConfig:
-        """The training of one point: as `train` would do it.
-
-        Args:
-          point: in the space.
-          epochs: `None` for the point's.
-          seed: `None` for the tune's own.
-        """
-        own = {**self._shared(), "rule": "none", **base_fields(point.hyperparameters)}
-        own |= {"update": point.update, "epochs": point.max_epochs if epochs is None else epochs}
-        own |= {"seed": self.seed if seed is None else seed}
-        if point.rates == "falling":  # as in a trial, however many epochs are trained
-            falls = {**_FALLS, "epochs": float(point.max_epochs)}
-            own |= {"dense_schedule": falls, "embedding_schedule": falls}
-        return TrainConfig.from_dict(own)
+    def train_config(self, point: Point) -> TrainConfig:
+        """The training of a point; with fewer `epochs` in its place the decay is the same."""
+        own = {**self._shared(), **base_fields(point.hyperparameters)}
+        own |= {"update": point.update, "epochs": point.max_epochs}
+        if point.rates == "falling":
+            decay = {**_DECAY, "epochs": float(point.max_epochs)}
+            own |= {"dense_schedule": decay, "embedding_schedule": decay}
+        return TrainConfig(**own, rule="none")
 
     def _shared(self) -> dict[str, Any]:
         names = ("batch_size", "update", "epochs", "seed", "deterministic")
         return {**self.network, **{name: getattr(self, name) for name in names}}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Fit for JSON; `from_dict` is the way back. Of the network nothing is left to defaults."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TuneConfig:
-        """What `to_dict` gave.
-
-        Raises:
-          UserError: a key that is none, or a value out of range.
-        """
-        refuse_unknown("what a tune searches", values, [f.name for f in fields(cls)])
-        return cls(**values)
-
-
-def _brought(found: TrainConfig, network: Mapping[str, Any]) -> dict[str, Any]:
-    """What another tune found, by the names of `TuneConfig`.
-
-    Raises:
-      UserError: it has what no tune searches, and its trials would be without.
-    """
+def _from_tuned(found: TrainConfig, network: Mapping[str, Any]) -> dict[str, Any]:
+    """What another tune found, by the names of `TuneConfig`; refuses what no tune searches."""
     dense: Any = found.dense_schedule
-    embedding = found.embedding_schedule
-    falls = dense == embedding and found.schedules()["dense_schedule"] == {**_FALLS, "epochs": None}
-    if found.clip_tables is not None or ((dense or embedding) and not falls):
+    decays = found.schedules()["dense_schedule"] == {**_DECAY, "epochs": None}
+    is_searched = dense == found.embedding_schedule and (dense is None or decays)
+    if found.clip_tables is not None or not is_searched:
         raise UserError(
             "base must have what a tune searches: learning rates that are constant or both fall in "
             "a straight line to 0, and all tables clipped alike. Give its hyperparameters alone, "
@@ -219,6 +176,6 @@ def _brought(found: TrainConfig, network: Mapping[str, Any]) -> dict[str, Any]:
         "network": {**network_of(found, network), **network},
         "base": found.hyperparameters.to_dict(),
         "update": found.update,
-        "rates": "falling" if falls else "constant",
-        "rule_epochs": int(dense["epochs"] or found.epochs) if falls else found.epochs,
+        "rates": "falling" if decays else "constant",
+        "rule_epochs": int(dense["epochs"] or found.epochs) if decays else found.epochs,
     }

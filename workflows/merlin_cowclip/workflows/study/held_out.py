@@ -1,9 +1,8 @@
-"""Rows held out of a training part, by which trials are measured: a prepared folder of its own."""
+"""Rows held out of a training split, by which trials are measured: a prepared folder of its own."""
 
 from __future__ import annotations
 
 import shutil
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows.data.prepare.column_store import ROW_GROUP_ROWS
 from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData, write_record
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
+from merlin_cowclip.workflows.folders import all_or_nothing
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.runs import identity_of
 
@@ -21,11 +20,10 @@ from merlin_cowclip.workflows.training.runs import identity_of
 def hold_out(
     data: PreparedData, share: float, seed: int, out: str | Path, *, progress: bool = True
 ) -> PreparedData:
-    """Prepared data whose test part is held out of the source's training part.
+    """Write prepared data whose test split is held out of the source's training split.
 
-    The share is drawn at random from every 65,536 rows, which are in memory at a time, and both
-    parts keep the source's order. The source's own test part is not read. Vocabulary, workflow,
-    schema and counts are the source's.
+    The share is drawn at random from every 65,536 rows, which become a file of each split. The
+    order is the source's. Its own test split is not read. Everything else is copied.
 
     Args:
         data: a prepared folder, or an adopted pipeline.
@@ -34,66 +32,50 @@ def hold_out(
         out: the folder to make; must not exist.
         progress: show a progress bar on stderr.
 
-    Returns:
-        The new folder, opened. Its record holds ``derived_from``: ``path``, ``train_sha256`` (of
-        the source's training rows), ``held_out`` and ``seed``.
-
     Raises:
-        UserError: one of the two parts would have only one label, or no row; nothing is left
+        UserError: one of the two splits would have only one label, or no row; nothing is left
             behind.
     """
-    out = Path(out)
-    rows = data.rows["train"]
-    refuse_existing(out)
-    counted = {key: dict.fromkeys(PARTS, 0) for key in ("rows", "positives")}
-    columns = [data.spec.label, *data.spec.fields]
-    with all_or_nothing(out) as folder:
+    counts = {key: dict.fromkeys(PARTS, 0) for key in ("rows", "positives")}
+    with all_or_nothing(Path(out)) as folder:
         for name in data.record["manifest"]:
             if name.split("/")[0] not in PARTS:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(data.path / name, folder / name)
         for part in PARTS:
             (folder / part).mkdir()
-        seen = 0
-        with progress_bar("hold out", rows, show=progress) as bar:
-            for number, path in enumerate(data.train_files):
-                name = f"part-{number:05d}.parquet"
-                with pq.ParquetFile(path) as file, ExitStack() as writers:
-                    to: dict[str, pq.ParquetWriter] = {}
+        seen, columns = 0, [data.spec.label, *data.spec.fields]
+        with progress_bar("hold out", data.rows["train"], show=progress) as bar:
+            for path in data.train_files:
+                with pq.ParquetFile(path) as file:
                     for batch in file.iter_batches(ROW_GROUP_ROWS, columns=columns):
                         mask = _drawn(seen, len(batch), share, seed)
+                        for part, kept in (("train", ~mask), ("test", mask)):
+                            rows = pa.Table.from_batches([batch]).filter(pa.array(kept))
+                            counts["rows"][part] += len(rows)
+                            labels = rows[data.spec.label].to_numpy()
+                            counts["positives"][part] += int(np.count_nonzero(labels))
+                            if len(rows):
+                                pq.write_table(rows, folder / part / f"part-{seen:012}.parquet")
                         seen += len(batch)
-                        for part, wanted in (("train", ~mask), ("test", mask)):
-                            kept = pa.Table.from_batches([batch]).filter(pa.array(wanted))
-                            if not len(kept):
-                                continue
-                            if part not in to:
-                                writer = pq.ParquetWriter(folder / part / name, kept.schema)
-                                to[part] = writers.enter_context(writer)
-                            to[part].write_table(kept, row_group_size=len(kept))
-                            labels = kept[data.spec.label].to_numpy()
-                            counted["rows"][part] += len(kept)
-                            counted["positives"][part] += int(np.count_nonzero(labels))
                         bar.update(len(batch))
         for part, what in (("test", "held-out"), ("train", "other")):
-            clicks, of = counted["positives"][part], counted["rows"][part]
-            if not 0 < clicks < of:
+            clicks, rows = counts["positives"][part], counts["rows"][part]
+            if not 0 < clicks < rows:
                 raise UserError(
                     f"the {what} rows must have labels of 0 and of 1. Received: {clicks:,} clicks "
-                    f"in {of:,} of {rows:,} rows of {data.path} with held_out={share}. Choose "
-                    "another share or seed, or prepare more rows"
+                    f"in {rows:,} of {data.rows['train']:,} rows of {data.path} with "
+                    f"held_out={share}. Choose another share or seed, or prepare more rows"
                 )
-        record = {key: value for key, value in data.record.items() if key != "files"} | {
-            "rows": counted["rows"],
-            "report": {**data.report, **counted},
-            "derived_from": {
-                "path": str(data.path.absolute()),
-                "train_sha256": identity_of(data, "train"),
-                "held_out": float(share),
-                "seed": int(seed),
-            },
+        derived_from = {
+            "path": str(data.path.absolute()),
+            "train_sha256": identity_of(data, "train"),
+            "held_out": float(share),
+            "seed": int(seed),
         }
-        write_record(folder, record)
+        record = {key: value for key, value in data.record.items() if key != "files"}
+        record |= {"rows": counts["rows"], "report": {**data.report, **counts}}
+        write_record(folder, {**record, "derived_from": derived_from})
     return PreparedData.open(out)
 
 

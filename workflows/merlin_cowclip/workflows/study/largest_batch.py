@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from typing import Any
 
 from merlin_cowclip.plugins._text import format_table
@@ -11,7 +10,7 @@ from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.folders import write_json
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.tune import tune
-from merlin_cowclip.workflows.study.tuned import Tuned
+from merlin_cowclip.workflows.study.tuned import Tuned, difference, plus_minus
 
 LARGEST = "largest.json"
 TOLERANCE = 5e-4
@@ -37,63 +36,50 @@ def largest_batch(
       seeds: how often the best are trained again.
       progress: whether to show bars and a line per trial.
 
-    Raises:
-      Stopped, UserError: as `tune`.
-
     Returns:
       By batch size, rising: `batch_size`, `steps` per epoch, `mean` and `deviation` of the AUC on
       the held-out rows over `seeds`, `loss` and `loss_deviation` to the best size with the same
       seeds, `values` (the rule, or "search"), `folder` (its tune), and `is_largest`: of the largest
       size within `TOLERANCE` of the best. Also in `largest.json`.
     """
-    searched = TuneConfig.from_dict(tuned.record["config"])
-    found, rows_there = {searched.batch_size: tuned}, tuned.result["rows"]["train"]
-    configs = {
-        size: dataclasses.replace(
-            searched, batch_size=size, base=tuned.train_config(), try_rules=_RULES
-        )
-        for size in (round(searched.batch_size * factor) for factor in _FACTORS)
-        if 1 <= size <= rows_there
-    }
+    searched = TuneConfig(**tuned.record["config"])
+    own, rows = searched.batch_size, tuned.result["rows"]["train"]
+    found = {own: tuned}
 
-    def search(size: int, trials: int, why: str = "") -> None:
-        config = configs[size]
+    def search(size: int, more: int, why: str = "") -> None:
+        base = tuned.train_config()
+        config = dataclasses.replace(searched, batch_size=size, base=base, try_rules=_RULES)
+        trials, out = config.min_trials + more, tuned.path / f"batch-{size}"
         if progress:
             print(f"\nBatch size {size:,}{why}", flush=True)
-        found[size] = tune(
-            data,
-            config,
-            tuned.path / f"batch-{size}",
-            trials=len(config.starts) + trials,
-            seeds=seeds,
-            progress=progress,
-        )
+        found[size] = tune(data, config, out, trials=trials, seeds=seeds, progress=progress)
 
-    def losing() -> list[int]:
+    def losing() -> set[int]:
         best = max(map(_mean, found.values()))
-        return [size for size, one in found.items() if _mean(one) < best - TOLERANCE]
+        return {size for size, one in found.items() if _mean(one) < best - TOLERANCE}
 
-    for size in configs:
-        search(size, 0)
-    again = [size for size in losing() if size in configs]
-    for size in again:
+    for size in (round(own * factor) for factor in _FACTORS):
+        if 1 <= size <= rows:
+            search(size, 0)
+    for size in sorted(losing() - {own}):
         search(size, _SEARCHED_AGAIN, f" loses more than {TOLERANCE:.2%}: more trials")
-    best = max(found.values(), key=_mean)
+    best = max(found.values(), key=_mean).result["table"][0]
     largest = max(found.keys() - losing())
-    rows = [
+    table = [
         {
             "batch_size": size,
-            "steps": -(-rows_there // size),
-            **{key: one.result["table"][0][key] for key in ("mean", "deviation", "seeds")},
-            **_loss(one, best),
-            "values": ", ".join(one.result["table"][0]["rules"]) or "search",
+            "steps": -(-rows // size),
+            **{key: row[key] for key in ("mean", "deviation", "seeds")},
+            **dict(zip(("loss", "loss_deviation"), difference(best, row), strict=True)),
+            "values": ", ".join(row["rules"]) or "search",
             "folder": str(one.path),
             "is_largest": size == largest,
         }
         for size, one in sorted(found.items())
+        for row in one.result["table"][:1]
     ]
-    write_json(tuned.path / LARGEST, rows)
-    return rows
+    write_json(tuned.path / LARGEST, table)
+    return table
 
 
 def _mean(tuned: Tuned) -> float:
@@ -101,28 +87,15 @@ def _mean(tuned: Tuned) -> float:
     return float(tuned.result["table"][0]["mean"] or 0.0)
 
 
-def _loss(tuned: Tuned, best: Tuned) -> dict[str, float | None]:
-    """What a size's best point loses to another's, with the same seeds."""
-    (own, others) = (one.result["table"][0]["aucs"] for one in (tuned, best))
-    if len(own) != len(others):  # one of them diverged
-        return {"loss": None, "loss_deviation": None}
-    differences = [theirs - mine for mine, theirs in zip(own, others, strict=True)]
-    deviation = statistics.stdev(differences) if len(differences) > 1 else None
-    return {"loss": statistics.fmean(differences), "loss_deviation": deviation}
-
-
 def largest_batch_table(rows: list[dict[str, Any]]) -> str:
     """What `largest_batch` returned, for a person to read."""
-    header = ("batch size", "steps/epoch", "held-out AUC", "±", "loss", "±", "seeds", "values")
+    header = ("batch size", "steps/epoch", "held-out AUC", "loss", "seeds", "values")
     cells = [
         (
             f"{row['batch_size']:,}",
             f"{row['steps']:,}",
-            f"{row['mean'] or 0:.5f}",
-            *(
-                "" if row[key] is None else f"{row[key]:.5f}"
-                for key in ("deviation", "loss", "loss_deviation")
-            ),
+            plus_minus(row["mean"] or 0, row["deviation"]),
+            plus_minus(row["loss"], row["loss_deviation"]),
             str(len(row["seeds"])),
             row["values"],
         )

@@ -1,8 +1,4 @@
-"""What is searched: points of values for one batch size, and how they become parameters and back.
-
-Pure Python: it knows neither TensorFlow nor Optuna, whose trials it asks by `suggest_float`,
-`suggest_int` and `suggest_categorical`.
-"""
+"""The search space of hyperparameters at one batch size, and its parameters. Pure Python."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "clip_floor": (1e-6, 1e-2),
     "warmup_epochs": (0.0, 2.0),
 }
-_MAY_BE_ZERO = ("l2", "clip_floor")  # a tenth below their range stands for 0
+_MAY_BE_ZERO = ("l2", "clip_floor")
 _OF_CLIP = ("clip_ratio", "clip_floor")
 
 
@@ -39,8 +35,8 @@ class Point:
     Attributes:
       hyperparameters: without a clip, or with CowClip's.
       update: "exact" or "lazy".
-      rates: "constant", or "falling": both learning rates, in a straight line over all epochs to 0.
-      max_epochs: how many are trained, but for those after the best.
+      rates: "constant", or "falling": both learning rates decay linearly to 0 over all epochs.
+      max_epochs: how many are trained, unless the AUC falls before.
     """
 
     hyperparameters: Hyperparameters
@@ -66,50 +62,29 @@ class Point:
 
 
 class SearchSpace:
-    """Points at one batch size, as parameters of a search: numbers and choices by name.
+    """Points at one batch size, of at most so many epochs, as parameters of Optuna.
 
-    All numbers but the warm-up's are searched logarithmically. λ and ζ may be 0, for which a tenth
-    below their least value stands. r and ζ are parameters of points with a clip alone. Ranges grow
-    to hold the starting points. `epochs` is the upper end of `Point.max_epochs`.
-
-    Raises:
-      ValueError: a starting point cannot be searched: another clip than CowClip's, a σ of 0,
-        deferred updates, or other rates.
+    All numbers except the warm-up are searched logarithmically. For λ and ζ, a value below their
+    range stands for 0. r and ζ are parameters only of points with a clip. Ranges grow to hold the
+    points `starts`; a ValueError says which of their values cannot be searched.
     """
 
     def __init__(self, batch_size: int, starts: Iterable[Point] = (), epochs: int = 10) -> None:
-        self.batch_size = batch_size
-        self.epochs = epochs
-        points = [self._chosen(point) for point in starts]
+        self.batch_size, self.epochs = batch_size, epochs
+        points = [_values(point) for point in starts]
         self.ranges: dict[str, tuple[float, float]] = {}
-        """Name → the least and the greatest value; of λ and ζ the least that is not 0."""
         for name, (low, high) in _RANGES.items():
             values = [values[name] for values in points if values[name] > 0]
             self.ranges[name] = min([low, *values]), max([high, *values])
 
-    def _chosen(self, point: Point) -> dict[str, Any]:
-        """All values of a point by name."""
-        values = point.hyperparameters.to_dict()
-        values |= {"clip": values["clip"] or "none", "update": point.update, "rates": point.rates}
-        for name, choices in CHOICES.items():
-            if values[name] not in choices:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(choices)} to be searched. Received: "
-                    f"{values[name]!r}"
-                )
-        if values["init_stddev"] == 0:
-            raise ValueError("init_stddev must be positive to be searched. Received: 0")
-        return values
-
     def params(self, point: Point) -> dict[str, Any]:
-        """A starting point as parameters; `point` is the way back, to the last digit."""
-        values = self._chosen(point)
-        names = [n for n in self.ranges if values["clip"] != "none" or n not in _OF_CLIP]
+        """A point's parameters; `point` is the way back, to the last digit."""
+        values = _values(point)
         for name in _MAY_BE_ZERO:
-            values[name] = values[name] or _zero(self.ranges[name])
-        return {name: values[name] for name in (*names, *CHOICES)} | {
-            "max_epochs": point.max_epochs
-        }
+            values[name] = values[name] or self._least(name)
+        unused = _OF_CLIP if values["clip"] == "none" else ()
+        names = [name for name in (*self.ranges, *CHOICES) if name not in unused]
+        return {**{name: values[name] for name in names}, "max_epochs": point.max_epochs}
 
     def point(self, params: Mapping[str, Any]) -> Point:
         """The point of some parameters."""
@@ -121,6 +96,21 @@ class SearchSpace:
         hp = Hyperparameters(batch_size=self.batch_size, clip=clip, **values)
         return Point(hp, params["update"], params["rates"], params["max_epochs"])
 
+    def suggest(self, trial: Any) -> Point:
+        """The point that a trial of Optuna is to try."""
+        params = {name: trial.suggest_categorical(name, CHOICES[name]) for name in CHOICES}
+        for name, (_, high) in self.ranges.items():
+            if name not in _OF_CLIP or params["clip"] != "none":
+                log = name != "warmup_epochs"
+                params[name] = trial.suggest_float(name, self._least(name), high, log=log)
+        params["max_epochs"] = trial.suggest_int("max_epochs", 1, self.epochs, log=True)
+        return self.point(params)
+
+    def _least(self, name: str) -> float:
+        """The lower end of a parameter; of λ and ζ it stands for 0."""
+        low = self.ranges[name][0]
+        return low / 10 if name in _MAY_BE_ZERO else low
+
     def at_the_edge(self, point: Point) -> dict[str, float]:
         """The numbers of a point within a twentieth of an end of their range, by name."""
         found = {}
@@ -131,19 +121,17 @@ class SearchSpace:
                     found[name] = value
         return found
 
-    def suggest(self, trial: Any) -> Point:
-        """The point that a trial of Optuna's is to try."""
-        params: dict[str, Any] = {
-            name: trial.suggest_categorical(name, choices) for name, choices in CHOICES.items()
-        }
-        for name, (low, high) in self.ranges.items():
-            if name in _OF_CLIP and params["clip"] == "none":
-                continue
-            least = _zero((low, high)) if name in _MAY_BE_ZERO else low
-            params[name] = trial.suggest_float(name, least, high, log=name != "warmup_epochs")
-        params["max_epochs"] = trial.suggest_int("max_epochs", 1, self.epochs, log=True)
-        return self.point(params)
 
-
-def _zero(found: tuple[float, float]) -> float:
-    return found[0] / 10
+def _values(point: Point) -> dict[str, Any]:
+    """All values of a point by name, checked."""
+    values = point.hyperparameters.to_dict()
+    values |= {"clip": values["clip"] or "none", "update": point.update, "rates": point.rates}
+    for name, choices in CHOICES.items():
+        if values[name] not in choices:
+            raise ValueError(
+                f"{name} must be one of {', '.join(choices)} to be searched. Received: "
+                f"{values[name]!r}"
+            )
+    if values["init_stddev"] == 0:
+        raise ValueError("init_stddev must be positive to be searched. Received: 0")
+    return values

@@ -1,4 +1,4 @@
-"""Tuning: values searched at the batch size itself, by rows held out of the training part.
+"""Tuning: hyperparameters searched at the batch size itself, by rows held out of the training part.
 
 An Optuna study in an SQLite file has the trials and, as attributes, what the best of them came to
 from other seeds. Optuna's heartbeat finds trials whose process died, and they are retried.
@@ -14,7 +14,7 @@ import signal
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,9 @@ from merlin_cowclip.workflows.study.tuned import (
     ROWS,
     TUNED,
     Tuned,
-    check_fits,
-    how_to_resume,
+    check_resumable,
     record_of,
+    spread,
     trial_line,
 )
 from merlin_cowclip.workflows.study.workers import alone_with
@@ -68,17 +68,17 @@ with quiet_imports():
 
 DATABASE = "study.db"
 FINALISTS = 3  # the best of the search, of which one may be so by chance
+_MUST = 2  # finalists that are trained again whatever the budget
 _HEARTBEAT, _GRACE = 10, 60  # seconds; a trial without a heartbeat for so long is tried again
-_RETRIES = 2
-_POLL = 0.5  # seconds between two looks at what other processes do
-_WAIT = 60.0  # seconds for another process's transaction
-_STARTUP = 6  # trials before TPE has a model of the values
 _PRUNED = "pruned"
 _STEPS = 4  # the most compiled steps that are kept, each with a network and its moments
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 Epoch = dict[str, float]
-"""`auc`, `log_loss` and `calibration` on the held-out rows, `train_loss`, and all `seconds`."""
+"""As `Trainer.epochs` has it, measured on the held-out rows; `seconds` are all it took."""
+
+Tried = dict[str, Any]
+"""A trial that has ended, as `result.json` has it."""
 
 
 def tune(
@@ -92,17 +92,13 @@ def tune(
     command: str = "",
     progress: bool = True,
 ) -> Tuned:
-    """Search values for one batch size, from settings of other data sets on, or from a base.
+    """Search hyperparameters at one batch size, or resume a search.
 
-    Trials train on the training part without some rows, and are measured on those after each
-    epoch; the best epoch counts. The test part is not read. Without a base the portfolio comes
-    first: settings that were best at large batches of other data sets. With a base what every rule
-    predicts from it is tried first, and to its end, so that what is found is no worse than any. At
-    the end the three best of all and the best rule's are trained again from other seeds, and the
-    one with the best mean is the result: the first of many is first by chance as well.
-
-    Call it again with the same `out` to resume it. Several processes may share one folder; each may
-    then make one trial more.
+    Trials train on the training rows except those held out, by which each epoch is measured; the
+    best epoch counts. The test split is not read. What the rules predict from a base, or else the
+    portfolio, is tried first, and to its end. Then the three best trials and the best rule's are
+    trained again from other seeds, and the one with the best mean is the result. Several processes
+    may share one `out`; each may then make one trial more.
 
     Args:
         data: the prepared folder.
@@ -111,8 +107,8 @@ def tune(
         trials: how many in all, no fewer than the rules' points.
         seeds: how often the best are trained again.
         budget: minutes that it may take, about; then fewer trials, and where the time does not
-            suffice only the best of all and the best rule's are trained again.
-        command: what searches the same again, for the result.
+            suffice only the best two are trained again.
+        command: the command that searches the same again, for the result.
         progress: whether to show bars and a line per trial.
 
     Raises:
@@ -124,41 +120,59 @@ def tune(
     if budget is not None and not 0 < budget < math.inf:
         raise UserError(f"budget must be positive minutes. Received: {budget}. Correct it")
     end = math.inf if budget is None else time.monotonic() + 60 * budget
-    for name, number in (("trials", trials), ("seeds", seeds)):
-        check_whole(name, number, 1)
-    if trials < len(config.starts):
-        raise UserError(
-            f"trials must be at least {len(config.starts)}, what the scaling rules predict, which "
-            f"is tried first. Received: trials={trials}. Give it more"
-        )
-    precision = str(tf.keras.mixed_precision.global_policy().name)
+    check_whole("trials", trials, config.min_trials)
+    check_whole("seeds", seeds, 1)
+    record = record_of(data, config, tf.keras.mixed_precision.global_policy().name)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         with alone_in(out.absolute().parent):
             if os.path.lexists(out):
-                check_fits(data, config, out, precision)
+                check_resumable(out, record)
             else:
-                _begin(data, config, out, precision, progress=progress)
+                _begin(data, config, out, record, progress=progress)
         with Stopping() as stopping:
             others = [(config.seed + 1 + k) % (LARGEST_SEED + 1) for k in range(seeds)]
-            tuning = _Tuning(data, config, out, trials, others, end, stopping, progress)
-            with as_user_errors(tuning.rows, out):
-                try:
+            tuning = _Tuning(config, out, trials, others, end, stopping, progress)
+            try:
+                with as_user_errors(tuning.rows, out):
                     tuning.search()
                     tuning.repeat()
-                except KeyboardInterrupt:
-                    raise Stopped(
-                        f"interrupted; {len(tuning.tried())} trials that have ended are kept. "
-                        f"Resume with: {command or how_to_resume(out, data.path)}",
-                        stopping.number or signal.SIGINT,
-                    ) from None
-        tuning.write(command)
+            except KeyboardInterrupt:
+                raise Stopped(
+                    f"interrupted; {len(tuning.tried())} trials that have ended are kept. "
+                    f"Resume with: {command or 'the same call'}",
+                    stopping.number or signal.SIGINT,
+                ) from None
+        tuning.write({"command": command, "data": record["data"], "config": record["config"]})
     return Tuned.open(out)
 
 
+def _begin(
+    data: PreparedData, config: TuneConfig, out: Path, record: Mapping[str, Any], *, progress: bool
+) -> None:
+    """Make the folder: the rows, the study, the record."""
+    check_input_names(data.spec)
+    refuse_existing(out)
+    first = config.train_config(next(iter(config.queue)))
+    check_trainable(data, first)
+    try:
+        network(first, data.schema)
+    except ValueError as error:  # of the data's columns, which only the network knows
+        raise UserError(str(error)) from None
+    with all_or_nothing(out) as folder:
+        hold_out(data, config.held_out, config.seed, folder / ROWS, progress=progress)
+        check_trainable(PreparedData.open(folder / ROWS), first)  # fewer rows
+        study = optuna.create_study(
+            study_name="tune", storage=_storage(folder), direction="maximize"
+        )
+        for point, origin in config.queue.items():
+            study.enqueue_trial(config.space.params(point), user_attrs=origin)
+        write_json(folder / RECORD, record)
+
+
 class Trainers:
-    """Trainers that the trials of a tune share, one per compiled step.
+    """Trains the trials of a tune, with one compiled step for those that can share it.
 
     Args:
       rows: what `hold_out` made.
@@ -169,12 +183,32 @@ class Trainers:
         self._kept: dict[Any, Trainer] = {}
         self._seed: int | None = None
 
+    def epochs(
+        self, config: TrainConfig, stopping: Stopping, advance: Callable[[], Any] = lambda: None
+    ) -> Iterator[Epoch]:
+        """Train as `train(rows, config)` would, to the last bit; `advance` follows each update.
+
+        Raises:
+          NotFiniteError: a loss, gradient, weight or prediction is no finite number.
+          KeyboardInterrupt: it was asked to stop.
+        """
+        begun = time.perf_counter()
+        with quiet_stack():  # of many networks in one process TensorFlow warns that it traces many
+            for row in self.get(config, stopping, advance).epochs():
+                yield {**row, "seconds": time.perf_counter() - begun}
+                begun = time.perf_counter()
+
     def get(self, config: TrainConfig, stopping: Stopping, advance: Callable[[], Any]) -> Trainer:
         """A trainer at its beginning, as `train` makes it, to the last bit."""
         if self._seed != config.seed:
             gc.collect()  # the network drawn before
             self._loader = check_trainable(self._rows, config)
-            self._weights, self._seed = self._drawn(config), config.seed
+            # Not drawn for each trial: TensorFlow, seeded, compiles all steps again in part.
+            set_seeds(config.seed, deterministic=config.deterministic)
+            drawn = network(dataclasses.replace(config, init_stddev=1.0), self._rows.schema)
+            drawn(any_batch(vars(self._rows.spec)))
+            self._weights = [variable.numpy() for variable in drawn.weights]
+            self._seed = config.seed
         key = compiled_step_key(config)
         trainer = self._kept.pop(key, None)
         if trainer is None:
@@ -190,72 +224,9 @@ class Trainers:
         trainer.reset(config, self._loader, self._weights, stopping, advance)
         return trainer
 
-    def _drawn(self, config: TrainConfig) -> list[np.ndarray]:
-        """A new network's weights, of tables with σ = 1.
 
-        Not for each trial: TensorFlow, seeded, compiles all steps again in part.
-        """
-        set_seeds(config.seed, deterministic=config.deterministic)
-        new = network(dataclasses.replace(config, init_stddev=1.0), self._rows.schema)
-        new(any_batch(vars(self._rows.spec)))
-        return [variable.numpy() for variable in new.weights]
-
-
-def epochs_of(
-    rows: PreparedData,
-    config: TrainConfig,
-    stopping: Stopping,
-    advance: Callable[[], Any] = lambda: None,
-    trainers: Trainers | None = None,
-) -> Iterator[Epoch]:
-    """Train as `train(rows, config)` would, to the last bit; what each epoch came to.
-
-    Args:
-      rows: what `hold_out` made.
-      config: of the trial.
-      stopping: ends it after the update in hand.
-      advance: called after each update.
-      trainers: of trials before on the same rows.
-
-    Raises:
-      NotFiniteError: a loss, gradient, weight or prediction is no finite number.
-      KeyboardInterrupt: it was asked to stop.
-    """
-    begun = time.perf_counter()
-    with quiet_stack():  # of many networks in one process TensorFlow warns that it traces many
-        trainer = (trainers or Trainers(rows)).get(config, stopping, advance)
-        for row in trainer.epochs():
-            now = time.perf_counter()
-            measured = {k: row[k] for k in ("auc", "log_loss", "calibration", "train_loss")}
-            yield {**measured, "seconds": now - begun}
-            begun = time.perf_counter()
-
-
-def _begin(
-    data: PreparedData, config: TuneConfig, out: Path, precision: str, *, progress: bool
-) -> None:
-    """Make the folder: the rows, the studies, the record."""
-    check_input_names(data.spec)
-    refuse_existing(out)
-    first = config.train_config(next(iter(config.queue)))
-    check_trainable(data, first)
-    try:
-        network(first, data.schema)
-    except ValueError as error:  # of the data's columns, which only the network knows
-        raise UserError(str(error)) from None
-    with all_or_nothing(out) as folder:
-        hold_out(data, config.held_out, config.seed, folder / ROWS, progress=progress)
-        check_trainable(PreparedData.open(folder / ROWS), first)  # fewer rows
-        study = optuna.create_study(
-            study_name="tune", storage=_storage(folder), direction="maximize"
-        )
-        for point, rules in config.queue.items():
-            study.enqueue_trial(config.space.params(point), user_attrs={"rules": list(rules)})
-        write_json(folder / RECORD, record_of(data, config, precision))
-
-
-class _Sampler(optuna.samplers.BaseSampler):
-    """TPE, anew for each trial, of the seed and the trial's number.
+class _Sampler(optuna.samplers.TPESampler):
+    """TPE that begins anew for each trial, with a seed of the trial's number.
 
     So a tune in two parts is one, and processes that share a tune do not propose the same.
     """
@@ -263,32 +234,22 @@ class _Sampler(optuna.samplers.BaseSampler):
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def infer_relative_search_space(self, study: Any, trial: Any) -> Any:
+    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """The first that a study asks of a trial."""
         drawn = np.random.default_rng([self._seed, trial.number])
-        self._of_trial = optuna.samplers.TPESampler(
-            n_startup_trials=_STARTUP,
+        super().__init__(
+            n_startup_trials=6,
             multivariate=True,
             group=True,
             constant_liar=True,
             seed=int(drawn.integers(2**32)),
         )
-        return self._of_trial.infer_relative_search_space(study, trial)
-
-    def sample_relative(self, study: Any, trial: Any, search_space: Any) -> Any:
-        """TPE's."""
-        return self._of_trial.sample_relative(study, trial, search_space)
-
-    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
-        """TPE's."""
-        return self._of_trial.sample_independent(study, trial, name, distribution)
 
 
 @dataclass
 class _Tuning:
     """A tune on its way, in one of the processes that share it; `end` is when the budget is."""
 
-    data: PreparedData
     config: TuneConfig
     out: Path
     trials: int
@@ -299,26 +260,28 @@ class _Tuning:
 
     def __post_init__(self) -> None:
         self.rows = PreparedData.open(self.out / ROWS)
-        pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=0)
-        storage = _storage(self.out)
         self.study = optuna.load_study(
-            study_name="tune", storage=storage, pruner=pruner, sampler=_Sampler(self.config.seed)
+            study_name="tune",
+            storage=_storage(self.out),
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=0),
+            sampler=_Sampler(self.config.seed),
         )
         self.trainers = Trainers(self.rows)
 
-    def tried(self) -> list[dict[str, Any]]:
-        """All trials that have ended, by number, as the result has them."""
+    def tried(self) -> list[Tried]:
+        """All trials that have ended, by number."""
         return [self._tried(t) for t in self.study.get_trials(deepcopy=False, states=_ENDED)]
 
-    def _tried(self, trial: FrozenTrial) -> dict[str, Any]:
-        epochs: list[Epoch] = trial.user_attrs.get("epochs", [])
-        aucs = [epoch["auc"] for epoch in epochs]
+    def _tried(self, trial: FrozenTrial) -> Tried:
+        attributes = trial.user_attrs
+        epochs: list[Epoch] = attributes.get("epochs", [])
         return {
-            "number": trial.number,
-            "rules": trial.user_attrs.get("rules", []),  # that predicted it
-            "auc": max(aucs, default=None),
-            "best_epoch": _best(aucs),
-            "why": trial.user_attrs.get("why"),  # it ended before its last epoch
+            "number": trial.number + 1,
+            "rules": attributes.get("rules", []),  # that predicted it
+            "portfolio": attributes.get("portfolio"),  # its number there
+            "auc": max((epoch["auc"] for epoch in epochs), default=None),
+            "best_epoch": _best(epochs),
+            "why": attributes.get("why"),  # it ended before its last epoch
             "seconds": _seconds(epochs),
             **self.config.space.point(trial.params).to_dict(),
             "epochs": epochs,
@@ -331,6 +294,7 @@ class _Tuning:
         if self.show:
             if few := few_steps(self.rows.rows["train"], self.config.batch_size):
                 print(f"Warning: {few}")
+            print("The first trial compiles the training step, which takes longer.")
             print(HEADER, flush=True)
         while self._has_time_for_a_trial():
             optuna.storages.fail_stale_trials(self.study)
@@ -340,27 +304,37 @@ class _Tuning:
                 return
             if ended + states.count(TrialState.RUNNING) >= self.trials:
                 self._wait()
-                continue
-            self.study.optimize(self._try, n_trials=1, callbacks=[self._tell])
+            else:
+                self.study.optimize(self._try, n_trials=1, callbacks=[self._print])
 
     def _has_time_for_a_trial(self) -> bool:
-        """Beside the repeats of the best of all and of the best rule."""
+        """Besides the repeats of the first finalists."""
         took = [tried["seconds"] for tried in self.tried() if tried["epochs"]]
-        must, _ = self._to_repeat()
-        reserve = sum(len(self.seeds) * _seconds_again(one) for one in must.values())
-        return not took or self.end - time.monotonic() - reserve > statistics.fmean(took)
+        again = len(self.seeds) * sum(map(_seconds_again, self._finalists()[:_MUST]))
+        return not took or self.end - time.monotonic() - again > statistics.fmean(took)
 
     def _wait(self) -> None:
         """For what other processes do."""
-        time.sleep(_POLL)
+        time.sleep(0.5)
         if self.stopping.asked:
             raise KeyboardInterrupt
 
     def _try(self, trial: optuna.Trial) -> float:
         """Train a trial's point, and report each epoch."""
-        config = self.config.train_config(self.config.space.suggest(trial))
+        point, epochs, why = self.config.space.suggest(trial), list[Epoch](), None
         try:
-            epochs, why = self._train(config, f"trial {trial.number + 1}", trial)
+            config = self.config.train_config(point)
+            for epoch in self._epochs(config, f"trial {trial.number + 1}"):
+                epochs.append(epoch)
+                trial.report(epoch["auc"], len(epochs))
+                if point not in self.config.queue and trial.should_prune():
+                    why = _PRUNED
+                    break
+                if _best(epochs) < len(epochs) < point.max_epochs:
+                    why = "no better than before"
+                    break
+        except NotFiniteError as error:
+            why = str(error)
         except BaseException:  # interrupted or refused: tried again when the tune is resumed
             trial.study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
             raise
@@ -370,155 +344,116 @@ class _Tuning:
             raise optuna.TrialPruned
         return max(epoch["auc"] for epoch in epochs)
 
-    def _tell(self, study: optuna.Study, trial: FrozenTrial) -> None:
+    def _epochs(self, config: TrainConfig, title: str) -> Iterator[Epoch]:
+        """Train, with a bar on a terminal."""
+        total = -(-self.rows.rows["train"] // config.batch_size) * config.epochs
+        with progress_bar(title, total, " batches", show=self.show and os.isatty(2)) as bar:
+            bar.leave = False  # its line is the trial's own
+            yield from self.trainers.epochs(config, self.stopping, bar.update)
+
+    def _print(self, _: optuna.Study, trial: FrozenTrial) -> None:
         if self.show and trial.state in _ENDED:
             print(trial_line(self._tried(trial), self.tried(), self.trials), flush=True)
 
-    def _train(
-        self, config: TrainConfig, title: str, trial: optuna.Trial | None = None
-    ) -> tuple[list[Epoch], str | None]:
-        """Train until the last epoch, or until a trial of the search may end, and why it did."""
-        epochs: list[Epoch] = []
-        why = None
-        shown = self.show and os.isatty(2)  # in a log there is the line of each trial
-        total = -(-self.rows.rows["train"] // config.batch_size) * config.epochs
-        with progress_bar(title, total, " batches", show=shown) as bar:
-            bar.leave = False
-            try:
-                given = (self.rows, config, self.stopping, bar.update, self.trainers)
-                for epoch in epochs_of(*given):
-                    epochs.append(epoch)
-                    if trial is not None and (why := self._why_end(trial, config, epochs)):
-                        break
-            except NotFiniteError as error:
-                why = str(error)
-        return epochs, why
-
-    def _why_end(self, trial: optuna.Trial, config: TrainConfig, epochs: list[Epoch]) -> str | None:
-        """Why a trial ends after its last epoch so far; `None`: it continues."""
-        aucs = [epoch["auc"] for epoch in epochs]
-        trial.report(aucs[-1], len(aucs))
-        is_first = self.config.space.point(trial.params) in self.config.queue  # which never is
-        if not is_first and trial.should_prune():
-            return _PRUNED
-        is_over = _best(aucs) < len(aucs) < config.epochs
-        return "no better than before" if is_over else None
-
     # Repeats
 
-    def _to_repeat(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
-        """By number: the best and the best rule's, or the second; with those, all finalists."""
+    def _finalists(self) -> list[Tried]:
+        """The best, the best rule's or else the second, and the other trials of the best three."""
         ranked = sorted((t for t in self.tried() if t["epochs"]), key=lambda t: -t["auc"])
-        of_rules = [one for one in ranked if one["rules"]]
-        must = {one["number"]: one for one in (*ranked[:1], *(of_rules or ranked[1:])[:1])}
-        return must, must | {one["number"]: one for one in ranked[:FINALISTS]}
+        rules = [one for one in ranked if one["rules"]] or ranked[1:]
+        chosen = [*ranked[:1], *rules[:1], *ranked[:FINALISTS]]
+        return list({one["number"]: one for one in chosen}.values())
 
     def repeat(self) -> None:
-        """Train the best, and what the rules predict, from other seeds."""
-        must, finalists = self._to_repeat()
-        if not must:
+        """Train the finalists from other seeds."""
+        finalists = self._finalists()
+        if not finalists:
             raise UserError(
                 "a trial must end with numbers. Received: all of them diverged, one with: "
                 f"{self.tried()[-1]['why']}"
             )
-        wanted = [(number, seed) for number in finalists for seed in self.seeds]
         if self.show:
-            minutes = len(self.seeds) * sum(map(_seconds_again, finalists.values())) / 60
-            print(
-                f"Training {len(finalists)} of them again from {len(self.seeds)} other seeds, "
-                f"about {minutes:.1f} minutes",
-                flush=True,
-            )
-        while True:
-            known = self.study.user_attrs
-            left = [one for one in wanted if _repeat(*one) not in known]
-            if not left:
-                return
-            for number, seed in left:
-                end = time.monotonic() + _seconds_again(finalists[number])
-                if number not in must and end > self.end:
+            what = f"Training {len(finalists)} of them again from {len(self.seeds)} other seeds"
+            minutes = len(self.seeds) * sum(map(_seconds_again, finalists)) / 60
+            print(f"{what}, about {minutes:.1f} minutes", flush=True)
+        left = [(tried, seed) for tried in finalists for seed in self.seeds]
+        while left := [one for one in left if _repeat(*one) not in self.study.user_attrs]:
+            for tried, seed in left:
+                is_late = time.monotonic() + _seconds_again(tried) > self.end
+                if is_late and tried not in finalists[:_MUST]:
                     return
-                with alone_with(self.out / _repeat(number, seed), wait=False) as is_mine:
-                    if is_mine:
-                        self._train_again(finalists[number], seed)
-                        break
-            else:
-                self._wait()
+                name = _repeat(tried, seed)
+                with alone_with(self.out / name, wait=False) as is_mine:
+                    if not is_mine:
+                        self._wait()
+                    elif name not in self.study.user_attrs:  # another process's, meanwhile
+                        self._train_again(tried, seed)
 
-    def _train_again(self, tried: dict[str, Any], seed: int) -> None:
-        name = _repeat(tried["number"], seed)
-        if name in self.study.user_attrs:  # another process's, meanwhile
-            return
-        point, epochs = Point.from_dict(tried), tried["best_epoch"]
-        config = self.config.train_config(point, epochs=epochs, seed=seed)
-        found, why = self._train(config, f"repeat of {tried['number'] + 1}")
-        # The last epoch's AUC: none is chosen by the rows that it is measured by.
-        auc = None if why else found[-1]["auc"]
-        self.study.set_user_attr(name, {"auc": auc, "seconds": _seconds(found)})
+    def _train_again(self, tried: Tried, seed: int) -> None:
+        config = dataclasses.replace(self._best_of(tried), seed=seed)
+        found, auc = list[Epoch](), None
+        try:
+            found += self._epochs(config, f"repeat of {tried['number']}")
+            auc = found[-1]["auc"]  # not the best one, which these rows would have chosen
+        except NotFiniteError:
+            pass
+        self.study.set_user_attr(_repeat(tried, seed), {"auc": auc, "seconds": _seconds(found)})
+
+    def _best_of(self, tried: Tried) -> TrainConfig:
+        """A trial's training up to its best epoch."""
+        config = self.config.train_config(Point.from_dict(tried))
+        return dataclasses.replace(config, epochs=tried["best_epoch"])
 
     # The end
 
-    def write(self, command: str) -> None:
-        """The configuration that was found, and the result."""
-        tried, (_, finalists) = self.tried(), self._to_repeat()
-        known = self.study.user_attrs
-        repeats: dict[int, dict[int, float | None]] = {
-            one["number"]: {
-                seed: known[name]["auc"]
-                for seed in self.seeds
-                if (name := _repeat(one["number"], seed)) in known
-            }
-            for one in tried
-        }
-        seconds = sum(one["seconds"] for one in (*tried, *known.values()))
-
-        def mean(one: dict[str, Any]) -> float:
-            """Of all seeds; what diverged from one comes last."""
-            aucs = [auc for auc in repeats[one["number"]].values() if auc is not None]
-            if len(aucs) < len(repeats[one["number"]]):
-                return -1.0
-            return statistics.fmean(aucs) if len(aucs) == len(self.seeds) else 0.0
-
-        best = max(finalists.values(), key=lambda one: (mean(one), one["auc"]))
-        others = [one for one in finalists.values() if not one["rules"] and one is not best]
-        rules = sorted((one for one in tried if one["rules"]), key=lambda one: -(one["auc"] or 0))
-        lines = [
-            ("best found", best),
-            *((f"trial {one['number'] + 1}", one) for one in others),
-            *((", ".join(one["rules"]), one) for one in rules),
-        ]
-        done = {rule for one in rules for rule in one["rules"]}
-        own = repeats[best["number"]]
-        found = self.config.train_config(Point.from_dict(best), epochs=best["best_epoch"])
+    def write(self, more: Mapping[str, Any]) -> None:
+        """Write the configuration that was found, and the result with `more`."""
+        tried, rows = self.tried(), [*map(self._row, self._finalists())]
+        best = max(rows, key=self._rank)
+        others = [row for row in rows if not row["rules"] and row is not best]
+        of_rules = sorted((t for t in tried if t["rules"]), key=lambda t: -(t["auc"] or 0))
+        done = [rule for one in of_rules for rule in one["rules"]]
         importance, measured = self._importance()
+        repeats = self.study.user_attrs.values()
         result = {
             "format": FORMAT_VERSION,
-            "command": command,
-            "data": str(self.data.path.resolve()),
+            **more,
             "rows": self.rows.rows,
-            "config": self.config.to_dict(),
-            "at_the_edge": self.config.space.at_the_edge(Point.from_dict(best)),
-            "epoch_seconds": statistics.median(
-                epoch["seconds"] for one in tried for epoch in one["epochs"]
-            ),
             "winner": best["number"],
-            "table": [_row(what, one, repeats[one["number"]], own) for what, one in lines],
+            "table": [{**best, "what": "best found"}, *others, *map(self._row, of_rules)],
             "not_tried": [rule for rule in self.config.rules if rule not in done],
+            "at_the_edge": self.config.space.at_the_edge(Point.from_dict(best)),
             "importance": importance,
             "trials_measured": measured,
-            "seconds": seconds,
+            "seconds": sum(one["seconds"] for one in (*tried, *repeats)),
+            "epoch_seconds": statistics.median(e["seconds"] for t in tried for e in t["epochs"]),
             "trials": tried,
             **environment("optuna"),
         }
         with alone_in(self.out):
-            write_json(self.out / TUNED, found.to_dict())
+            write_json(self.out / TUNED, self._best_of(best).to_dict())
             write_json(self.out / RESULT, result)
+
+    def _row(self, tried: Tried) -> dict[str, Any]:
+        """A line of the table; an AUC is `None` where it diverged from that seed."""
+        known = self.study.user_attrs
+        seeds = [seed for seed in self.seeds if _repeat(tried, seed) in known]
+        aucs = [known[_repeat(tried, seed)]["auc"] for seed in seeds]
+        what = ", ".join(tried["rules"]) or f"trial {tried['number']}"
+        row = {"what": what, **tried, "seeds": seeds, "aucs": aucs}
+        row["mean"], row["deviation"] = spread(aucs)
+        del row["epochs"]
+        return row
+
+    def _rank(self, row: Mapping[str, Any]) -> tuple[float, float]:
+        """By the mean of all seeds; last what diverged from one."""
+        is_whole = len(row["aucs"]) == len(self.seeds)
+        return -1 if None in row["aucs"] else row["mean"] if is_whole else 0, row["auc"]
 
     def _importance(self) -> tuple[dict[str, float] | None, int]:
         """What share of the AUC's variance each value explains, greatest first; of how many trials.
 
-        By fANOVA (Hutter et al. 2014), over the trials that were not given up. r and ζ, which only
-        trials with a clip have, are left out. `None` below `FEWEST` trials.
+        By fANOVA (Hutter et al. 2014), of trials that were not pruned. r and ζ are left out.
         """
         trials = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         if len(trials) < FEWEST or len({trial.value for trial in trials}) == 1:
@@ -528,46 +463,9 @@ class _Tuning:
         return {name: float(share) for name, share in found.items()}, len(trials)
 
 
-def _row(
-    what: str,
-    tried: dict[str, Any],
-    own: dict[int, float | None],
-    best: dict[int, float | None],
-) -> dict[str, Any]:
-    """A line of the table; differences are of the same seeds."""
-    aucs = [auc for auc in own.values() if auc is not None]
-    diverged = len(own) - len(aucs)
-    differences = [
-        auc - of_best
-        for seed, auc in own.items()
-        if auc is not None and (of_best := best.get(seed)) is not None
-    ]
-    mean, deviation = _mean_and_deviation([] if diverged else aucs)
-    difference, its_deviation = _mean_and_deviation([] if diverged or own is best else differences)
-    return {
-        "what": what,
-        "trial": tried["number"],
-        "rules": tried["rules"],
-        "mean": mean,
-        "deviation": deviation,
-        "aucs": aucs,
-        "seeds": list(own),
-        "diverged": diverged,
-        "difference": difference,
-        "difference_deviation": its_deviation,
-        "search_auc": tried["auc"],
-        "epochs": tried["best_epoch"],
-        **{key: tried[key] for key in ("hyperparameters", "update", "rates", "max_epochs")},
-    }
-
-
-def _mean_and_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
-    mean = statistics.fmean(values) if values else None
-    return mean, statistics.stdev(values) if len(values) > 1 else None
-
-
-def _best(aucs: Sequence[float]) -> int:
+def _best(epochs: Sequence[Epoch]) -> int:
     """The number of the best epoch; 0 of none."""
+    aucs = [epoch["auc"] for epoch in epochs]
     return aucs.index(max(aucs)) + 1 if aucs else 0
 
 
@@ -575,14 +473,14 @@ def _seconds(epochs: Sequence[Epoch]) -> float:
     return sum(epoch["seconds"] for epoch in epochs)
 
 
-def _seconds_again(tried: dict[str, Any]) -> float:
+def _seconds_again(tried: Tried) -> float:
     """What a repeat takes: up to the best epoch."""
     return _seconds(tried["epochs"][: tried["best_epoch"]])
 
 
-def _repeat(number: int, seed: int) -> str:
+def _repeat(tried: Tried, seed: int) -> str:
     """The name of what a trial comes to from another seed."""
-    return f"repeat {number} {seed}"
+    return f"repeat {tried['number']} {seed}"
 
 
 def _storage(folder: Path) -> optuna.storages.RDBStorage:
@@ -590,8 +488,8 @@ def _storage(folder: Path) -> optuna.storages.RDBStorage:
         warnings.simplefilter("ignore")
         return optuna.storages.RDBStorage(
             f"sqlite:///{folder.absolute() / DATABASE}",
-            {"connect_args": {"timeout": _WAIT}, "poolclass": NullPool},
+            {"connect_args": {"timeout": 60}, "poolclass": NullPool},
             heartbeat_interval=_HEARTBEAT,
             grace_period=_GRACE,
-            failed_trial_callback=optuna.storages.RetryFailedTrialCallback(max_retry=_RETRIES),
+            failed_trial_callback=optuna.storages.RetryFailedTrialCallback(max_retry=2),
         )

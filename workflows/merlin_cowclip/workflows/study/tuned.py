@@ -1,10 +1,10 @@
-"""A tune's folder: its record, what it ended with, how to train with that, and what is printed."""
+"""The folder of a tuning study: its record, its result, and the tables that are printed."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
-import shlex
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import columns_of, identity_of
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 RECORD = "tune.json"  # of what is tuned; without it there is no tune
 ROWS = "rows"
 TUNED = "tuned.json"
@@ -26,7 +26,7 @@ FEWEST = 10
 """Trials below which nothing is said of importance."""
 _NUMBERS = ("dense_lr", "embedding_lr", "l2", "init_stddev", "warmup_epochs")
 _VALUES = ("dense η", "embed. η", "λ", "σ", "warm-up", "clip r", "clip ζ", "update", "rates")
-_WIDTHS = (7, 8, 8, 6, 5, 9, 9, 9, 9, 8, 9, 9, 7, 9)
+_WIDTHS = (5, 7, 8, 8, 6, 5, 9, 9, 9, 9, 8, 9, 9, 7, 9)
 
 
 def record_of(data: PreparedData, config: TuneConfig, precision: str) -> dict[str, Any]:
@@ -37,36 +37,27 @@ def record_of(data: PreparedData, config: TuneConfig, precision: str) -> dict[st
         "data_sha256": identity_of(data),
         "columns": columns_of(data),
         "cardinalities": data.cardinalities,
-        "config": config.to_dict(),
+        "config": dataclasses.asdict(config),
         "precision": precision,
     }
 
 
-def check_fits(data: PreparedData, config: TuneConfig, out: Path, precision: str) -> None:
-    """Refuse to resume a tune of something else.
-
-    Raises:
-      UserError: it is of other data or options, or none.
-    """
+def check_resumable(out: Path, record: Mapping[str, Any]) -> None:
+    """Refuse to resume a tune of other data or options than those of `record`."""
     before, now = (
-        {**one, **one["config"], "config": None, "data": None}  # may be moved
-        for one in (read_record(out), record_of(data, config, precision))
+        {**one, **one["config"], "config": None, "data": None}  # the data may be moved
+        for one in (read_record(out), json.loads(json.dumps(record)))
     )
-    for name, value in now.items():
-        if before.get(name) != value:
-            raise UserError(
-                "a tune must be resumed with its own data and options, "
-                f"{name}={clipped(repr(before.get(name)))}. Received: {name}="
-                f"{clipped(repr(value))} for {out}. Leave it out, or name another folder"
-            )
+    if changed := next((name for name in now if before.get(name) != now[name]), None):
+        was, given = (clipped(repr(one.get(changed))) for one in (before, now))
+        raise UserError(
+            f"a tune must be resumed with its own data and options, {changed}={was}. Received: "
+            f"{changed}={given} for {out}. Leave it out, or name another folder"
+        )
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A tune's `tune.json`.
-
-    Raises:
-        UserError: no folder of a tune, or of another version.
-    """
+    """A tune's `tune.json`; refuses what is no tune, or one of another version."""
     record = _read(path, RECORD)
     if record.get("format") != FORMAT_VERSION:
         raise UserError(
@@ -77,20 +68,13 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, name: str) -> dict[str, Any]:
-    if not os.path.isfile(path / name):  # which is false, too, of a name that is too long
-        how = "Make one with 'merlin-cowclip tune'"
-        if name != RECORD:
-            how = f"Resume it: {how_to_resume(path, read_record(path)['data'])}"
+    try:
+        return dict(json.loads((path / name).read_text(encoding="utf-8")))
+    except OSError:
         raise UserError(
-            f"a tune must be a folder with {name}. Received: {path}, no tune, or one that "
-            f"did not end. {how}"
-        )
-    return dict(json.loads((path / name).read_text(encoding="utf-8")))
-
-
-def how_to_resume(path: Path, data: str | Path) -> str:
-    """The command that resumes a tune, for a shell."""
-    return f"merlin-cowclip tune {shlex.quote(str(data))} --out {shlex.quote(str(path))}"
+            f"a tune must be a folder with {name}. Received: {path}, no tune, or one that did not "
+            f"end. Begin or resume it with: merlin-cowclip tune DATA --out {path}"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -108,11 +92,7 @@ class Tuned:
 
     @classmethod
     def open(cls, path: str | Path) -> Tuned:
-        """The folder that `tune` wrote.
-
-        Raises:
-          UserError: not there, or the tune has not ended.
-        """
+        """The folder that `tune` wrote; a UserError if it is none, or the tune has not ended."""
         path = Path(path)
         return cls(path, read_record(path), _read(path, RESULT))
 
@@ -121,11 +101,7 @@ class Tuned:
         return TrainConfig.from_dict(_read(self.path, TUNED))
 
     def check_columns(self, data: PreparedData) -> None:
-        """Refuse data with other columns than those that were tuned on; rows and ids may differ.
-
-        Raises:
-          UserError: another label, or other fields.
-        """
+        """Refuse data with another label or other fields; rows and ids may differ."""
         its = columns_of(data)
         for name, mine in self.record["columns"].items():
             if its[name] != mine:
@@ -137,52 +113,73 @@ class Tuned:
 
     def tables(self) -> str:
         """What was found, for a person to read: AUC, values, importance."""
-        table, shares = self.result["table"], self.result["importance"]
-        header = ("", "held-out AUC", "±", "to the best", "seeds", "in the search", "epochs")
+        result, table = self.result, self.result["table"]
+
+        def auc(row: Mapping[str, Any]) -> str:
+            if diverged := row["aucs"].count(None):
+                return f"diverged, {diverged} of {len(row['aucs'])}"
+            return plus_minus(row["mean"], row["deviation"]) if row["best_epoch"] else "diverged"
+
+        def to_the_best(row: Mapping[str, Any]) -> str:
+            is_best = row["number"] == table[0]["number"]
+            return "" if is_best else plus_minus(*difference(row, table[0]), form="+.5f")
+
+        header = ("", "held-out AUC", "to the best", "seeds", "in the search", "epochs")
         rows = [
             (
                 row["what"],
-                "diverged" if row["diverged"] or not row["epochs"] else _number(row["mean"]),
-                _number(row["deviation"]),
-                _number(row["difference"], "{:+.5f}")
-                + _number(row["difference_deviation"], " ± {:.5f}"),
+                auc(row),
+                to_the_best(row),
                 str(len(row["seeds"])),
-                _number(row["search_auc"]),
-                str(row["epochs"] or ""),
+                plus_minus(row["auc"]),
+                str(row["best_epoch"] or ""),
             )
             for row in table
         ]
-        values = format_table(("", *_VALUES), [(row["what"], *_cells(row)) for row in table])
-        lines = [format_table(header, rows), "", values, ""]
-        trials = self.result["trials_measured"]
-        if shares is None:
-            lines.append(
-                f"Importance of the values: too few trials to say ({trials}; {FEWEST} at least)."
-            )
-        else:
-            listed = ", ".join(f"{name} {of:.0%}" for name, of in shares.items())
-            lines.append(f"Importance of the values, over {trials} trials (fANOVA): {listed}.")
-        lines += [
-            f"{row['what']} diverged from {row['diverged']} of {len(row['seeds'])} seeds."
-            for row in table
-            if row["diverged"]
-        ]
-        if table[0]["diverged"]:
+        values = [(row["what"], *_cells(row)) for row in table]
+        trials, epoch = result["trials_measured"], result["epoch_seconds"]
+        shares = f": too few trials to say ({trials}; {FEWEST} at least)"
+        if result["importance"] is not None:
+            shares = ", ".join(f"{name} {of:.0%}" for name, of in result["importance"].items())
+            shares = f", over {trials} trials (fANOVA): {shares}"
+        lines = [format_table(header, rows), "", format_table(("", *_VALUES), values), ""]
+        lines.append(f"Importance of the values{shares}.")
+        if None in table[0]["aucs"]:
             lines.append("All that were trained again diverged: search lower learning rates.")
-        if edge := self.result["at_the_edge"]:
-            values = ", ".join(f"{name} {value:.3g}" for name, value in edge.items())
-            lines.append(f"At the edge of what is searched: {values}.")
-        epoch = self.result["epoch_seconds"]
+        if edge := ", ".join(f"{n} {v:.3g}" for n, v in result["at_the_edge"].items()):
+            lines.append(f"At the edge of what is searched: {edge}.")
         lines.append(
-            f"It took the time of {self.result['seconds'] / epoch:.0f} epochs of {epoch:.1f} s."
+            f"It took the time of {result['seconds'] / epoch:.0f} epochs of {epoch:.1f} s."
         )
-        if names := ", ".join(self.result["not_tried"]):
+        if names := ", ".join(result["not_tried"]):
             lines.append(f"Not tried, as the trials or the time were over: {names}.")
         return "\n".join(lines)
 
 
-def _number(value: float | None, form: str = "{:.5f}") -> str:
-    return "" if value is None else form.format(value)
+Spread = tuple[float | None, float | None]
+"""Mean and standard deviation."""
+
+
+def spread(values: Sequence[Any]) -> Spread:
+    """Neither of no values, or where one is `None`; no deviation of one value."""
+    if not values or None in values:
+        return None, None
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+def difference(row: Mapping[str, Any], other: Mapping[str, Any]) -> Spread:
+    """`spread` of a row's AUC minus another row's, of the seeds that both have."""
+    own, others = (dict(zip(one["seeds"], one["aucs"], strict=True)) for one in (row, other))
+    if None in (*own.values(), *others.values()):
+        return None, None
+    return spread([own[seed] - others[seed] for seed in own if seed in others])
+
+
+def plus_minus(mean: float | None, deviation: float | None = None, form: str = ".5f") -> str:
+    """As in "0.80123 ± 0.00045"; empty without a mean."""
+    if mean is None:
+        return ""
+    return f"{mean:{form}}" + ("" if deviation is None else f" ± {deviation:.5f}")
 
 
 def _cells(point: Mapping[str, Any]) -> list[str]:
@@ -198,21 +195,25 @@ def _line(cells: Sequence[str], note: str) -> str:
     return f"{' '.join(texts)}  {note}".rstrip()
 
 
-HEADER = _line(("trial", "AUC", "best", "epoch", "s", *_VALUES), "rules, or why it ended")
+HEADER = _line(("trial", "ended", "AUC", "best", "epoch", "s", *_VALUES), "origin, or why it ended")
 """Of the lines that `trial_line` makes."""
 
 
 def trial_line(trial: Mapping[str, Any], tried: Sequence[Mapping[str, Any]], most: int) -> str:
     """A trial that has ended, of all that have, and of how many are to."""
-    why = trial["why"] or ""
-    notes = [*trial["rules"], "diverged" if len(why) > 40 else why]  # the reason is in the result
+    notes = list(trial["rules"])
+    if trial["portfolio"]:
+        notes.append(f"portfolio {trial['portfolio']}")
+    if why := trial["why"]:
+        notes.append("diverged" if len(why) > 40 else why)  # the reason is in the result
     best = max((one["auc"] for one in tried if one["auc"] is not None), default=None)
     cells = (
+        str(trial["number"]),
         f"{len(tried)}/{most}",
-        _number(trial["auc"]) or "-",
-        _number(best) or "-",
+        plus_minus(trial["auc"]) or "-",
+        plus_minus(best) or "-",
         f"{trial['best_epoch']}/{len(trial['epochs'])}",
         f"{trial['seconds']:.0f}",
         *_cells(trial),
     )
-    return _line(cells, ", ".join(filter(None, notes)))
+    return _line(cells, ", ".join(notes))
