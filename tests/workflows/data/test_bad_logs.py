@@ -400,7 +400,7 @@ def test_every_command_looks_at_the_folder_first(data, tmp_path, monkeypatch):
 
 def test_what_is_no_prepared_folder_and_what_is_none_of_it(data, tmp_path):
     for path in (tmp_path / "nowhere", data / RECORD, tmp_path / ("x" * 300)):
-        check(["frequencies", path], "prepare.json", tmp_path)
+        check(["frequencies", path], "no folder", tmp_path)
     (data / "train" / "._part-00000.parquet").write_bytes(b"\0")
     (data / "notes.txt").touch()
     moved = data.rename(tmp_path / "-[ünïcode]*? 100% ☃")

@@ -85,7 +85,8 @@ def test_the_best_and_the_best_rule_are_repeated_from_other_seeds(shared, config
     assert table[0]["what"] == "best found"
     rules = [*SCALING_RULES, "sqrt, falling"]
     assert sorted(rule for row in table[1:] for rule in row["rules"]) == sorted(rules)
-    finalists = sorted(shared.result["trials"], key=lambda trial: -trial["auc"])[:3]
+    three = sorted(shared.result["trials"], key=lambda trial: -trial["auc"])[:3]
+    finalists = [one for one in three if one["auc"] >= table[0]["mean"] - 0.002]
     best_rule = max((t for t in shared.result["trials"] if t["rules"]), key=lambda t: t["auc"])
     (best,) = (t for t in shared.result["trials"] if t["number"] == table[0]["number"])
     point = Point.from_dict(best)
@@ -120,10 +121,12 @@ def test_a_lucky_trial_does_not_win(data, config, tmp_path, fake, monkeypatch):
     best, other, *rules = tuned.result["table"]
     trials = sorted(tuned.result["trials"], key=lambda trial: -trial["auc"])
     assert trials[0]["rules"] == ["none"]
-    assert {best["number"], other["number"]} == {trial["number"] for trial in trials[1:3]}
+    assert [best["number"], other["number"]] == [trial["number"] for trial in trials[1:3]]
     assert (best["what"], other["what"]) == ("best found", f"trial {other['number']}")
-    assert best["mean"] > other["mean"] > max(rule["mean"] or 0 for rule in rules)
-    assert len(best["aucs"]) == len(other["aucs"]) == 3
+    assert best["mean"] > max(rule["mean"] or 0 for rule in rules)
+    assert len(best["aucs"]) == 3
+    assert other["auc"] < best["mean"] - 0.002  # so it cannot win
+    assert other["aucs"] == []
 
 
 def test_importance_of_the_hyperparameters(shared, data, config, tmp_path, fake):

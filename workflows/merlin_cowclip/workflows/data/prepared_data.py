@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +49,7 @@ class PreparedData:
         Raises UserError for another folder or version, and for a missing, new or changed file.
         """
         path = Path(path)
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise UserError(
                 f"no folder '{path}'. DATA must be a folder that prepare or adopt wrote"
             )

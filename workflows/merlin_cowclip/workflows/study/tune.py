@@ -68,6 +68,7 @@ with quiet_imports():
 
 DATABASE = "study.db"
 FINALISTS = 3  # the best of the search, of which one may be so by chance
+MARGIN = 0.002  # AUC, by which other seeds are seldom better: what is further behind cannot win
 _MUST = 2  # finalists that are trained again whatever the budget
 _HEARTBEAT, _GRACE = 10, 60  # seconds; a trial without a heartbeat for so long is tried again
 _PRUNED = "pruned"
@@ -97,8 +98,8 @@ def tune(
     Trials train on the training rows except those held out, by which each epoch is measured; the
     best epoch counts. The test split is not read. What the rules predict from a base, or else the
     portfolio, is tried first, and to its end. Then the three best trials and the best rule's are
-    trained again from other seeds, and the one with the best mean is the result. Several processes
-    may share one `out`; each may then make one trial more.
+    trained again from other seeds, as long as they can still win, and the one with the best mean
+    is the result. Several processes may share one `out`; each may then make one trial more.
 
     Args:
         data: the prepared folder.
@@ -358,11 +359,17 @@ class _Tuning:
     # Repeats
 
     def _finalists(self) -> list[Tried]:
-        """The best, the best rule's or else the second, and the other trials of the best three."""
+        """The best, the best rule's, and the other trials of the best three."""
         ranked = sorted((t for t in self.tried() if t["epochs"]), key=lambda t: -t["auc"])
-        rules = [one for one in ranked if one["rules"]] or ranked[1:]
+        rules = [one for one in ranked if one["rules"]]
         chosen = [*ranked[:1], *rules[:1], *ranked[:FINALISTS]]
         return list({one["number"]: one for one in chosen}.values())
+
+    def _is_behind(self, tried: Tried) -> bool:
+        """Whether a trial is no rule's, and too far below the best mean of other seeds to win."""
+        rows = [self._row(one) for one in self._finalists()]
+        means = [row["mean"] for row in rows if self._rank(row)[0] > 0]
+        return not tried["rules"] and tried["auc"] < max(means, default=0) - MARGIN
 
     def repeat(self) -> None:
         """Train the finalists from other seeds."""
@@ -373,11 +380,13 @@ class _Tuning:
                 f"{self.tried()[-1]['why']}"
             )
         if self.show:
-            what = f"Training {len(finalists)} of them again from {len(self.seeds)} other seeds"
+            what = (
+                f"Training up to {len(finalists)} of them again from {len(self.seeds)} other seeds"
+            )
             minutes = len(self.seeds) * sum(map(_seconds_again, finalists)) / 60
             print(f"{what}, about {minutes:.1f} minutes", flush=True)
         left = [(tried, seed) for tried in finalists for seed in self.seeds]
-        while left := [one for one in left if _repeat(*one) not in self.study.user_attrs]:
+        while left := [(tried, seed) for tried, seed in left if self._is_left(tried, seed)]:
             for tried, seed in left:
                 is_late = time.monotonic() + _seconds_again(tried) > self.end
                 if is_late and tried not in finalists[:_MUST]:
@@ -386,8 +395,12 @@ class _Tuning:
                 with alone_with(self.out / name, wait=False) as is_mine:
                     if not is_mine:
                         self._wait()
-                    elif name not in self.study.user_attrs:  # another process's, meanwhile
+                    elif self._is_left(tried, seed):  # by other processes, too
                         self._train_again(tried, seed)
+
+    def _is_left(self, tried: Tried, seed: int) -> bool:
+        """Whether it is to be trained again from a seed."""
+        return _repeat(tried, seed) not in self.study.user_attrs and not self._is_behind(tried)
 
     def _train_again(self, tried: Tried, seed: int) -> None:
         config = dataclasses.replace(self._best_of(tried), seed=seed)
