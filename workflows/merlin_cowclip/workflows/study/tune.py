@@ -57,8 +57,6 @@ with quiet_imports():
     from sqlalchemy.pool import NullPool
 
     from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
-    from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
-    from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.rebuilding import any_batch, network
     from merlin_cowclip.workflows.training.reproducibility import set_seeds
     from merlin_cowclip.workflows.training.runs import environment
@@ -184,8 +182,7 @@ class Trainers:
                 del self._kept[next(iter(self._kept))]
             gc.collect()
             tf.keras.backend.clear_session()
-            held_out = Loader(self._rows, "test", batch_size=EVALUATION_BATCH)
-            trainer = Trainer(self._rows, config, self._loader, held_out, stopping)
+            trainer = Trainer(config, self._loader, stopping)
         self._kept[key] = trainer
         trainer.reset(config, self._loader, self._weights, stopping, advance)
         return trainer

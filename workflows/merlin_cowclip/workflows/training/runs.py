@@ -69,16 +69,12 @@ def columns_of(data: PreparedData) -> dict[str, Any]:
 
 
 def described(
-    data: PreparedData, config: TrainConfig, keeping: Keeping, *, drop_last: bool = False
+    data: PreparedData, config: TrainConfig, keeping: Keeping, **more: Any
 ) -> dict[str, Any]:
-    """A run's `config.json`: data, configuration, versions and machine.
-
-    `drop_last` is of the loader; on several ranks it always leaves out the last, smaller batch.
-    """
+    """A run's `config.json`: data, configuration, versions, machine, and `more`."""
     with quiet_imports():
         from merlin_cowclip.plugins._tensorflow import tf
-    ranks = here().size
-    record = {
+    return {
         "data": str(data.path.resolve()),
         "dataset": data.spec.name,
         "rows": data.rows,
@@ -93,9 +89,9 @@ def described(
         "precision": tf.keras.mixed_precision.global_policy().name,
         **environment(),
         "keeping": asdict(keeping),
+        "ranks": here().size,
+        **more,
     }
-    record |= {"ranks": ranks} if ranks > 1 else {}
-    return record | ({"drop_last": True} if drop_last or ranks > 1 else {})
 
 
 def config_in(record: Mapping[str, Any]) -> TrainConfig:
@@ -166,6 +162,16 @@ def _special_ids(column: Any) -> dict[str, int]:
     properties = column.properties
     missing = UNKNOWN if properties.get("missing_as_unknown") else MISSING
     return {"buckets": int(properties.get("num_buckets") or 1), "missing": missing}
+
+
+def open_data(path: str | Path, elsewhere: str) -> PreparedData:
+    """The data of a run where they were; `elsewhere` is the command for another place."""
+    if not os.path.isdir(path):
+        raise UserError(
+            f"the data of a run must be where it was. Received: {path}, which is no folder. Name "
+            f"the place where it is now: {elsewhere}"
+        )
+    return PreparedData.open(path)
 
 
 def how_to_resume(run: Path, *, moved: bool = False) -> str:
@@ -255,12 +261,7 @@ class Run:
             whose test part it may have been trained on; or as `check_vocabulary`.
         """
         path = Path(self.config["data"])
-        if not os.path.isdir(path):
-            raise UserError(
-                f"the data of a run must be where it was. Received: {path}, which is no folder. "
-                f"Name the place where it is now: merlin-cowclip evaluate {self.path} DATA"
-            )
-        data = PreparedData.open(path)
+        data = open_data(path, f"merlin-cowclip evaluate {self.path} DATA")
         if self.config["data_sha256"] != identity_of(data):
             self.check_vocabulary(data)
             raise UserError(
