@@ -6,25 +6,20 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from merlin_cowclip.plugins._checks import is_whole
-from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.options import check_fields, option
 
 GROUP = "Checkpoints and stopping"
-_MINUTES = re.compile(r"(\d+(?:\.\d+)?)m")
 
 
 def _every(name: str, value: Any) -> int | str:
-    if isinstance(value, str) and (found := _MINUTES.fullmatch(value)) and float(found[1]):
-        return value
-    if isinstance(value, str) and value.isascii() and value.isdigit():
-        value = int(value)
-    if not is_whole(value, 1, 2**48):
-        raise ValueError(
-            f"{name} must be a positive number of updates, or of minutes as in 10m. Received: "
-            f"{value!r}"
-        )
-    return value
+    text = str(value)
+    if re.fullmatch(r"[1-9][0-9]*", text):
+        return int(text)
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?m", text) and float(text[:-1]):
+        return text
+    raise ValueError(
+        f"{name} must be a positive number of updates, or of minutes as in 10m. Received: {value!r}"
+    )
 
 
 @dataclass(frozen=True)
@@ -36,27 +31,23 @@ class Keeping:
     """
 
     checkpoint_every: int | str | None = option(
-        None,
         "write a checkpoint every N steps, or minutes as in 10m, and after each epoch",
         group=GROUP,
         metavar="N|Nm",
         check=_every,
     )
     keep: int = option(
-        2, "recent checkpoints to keep, in addition to the best epoch", group=GROUP, kind="count"
+        "recent checkpoints to keep, in addition to the best epoch", 2, group=GROUP, kind="count"
     )
     saved_model: bool = option(
-        False,
         "write a SavedModel with the optimizer's state to RUN/model",
+        False,
         group=GROUP,
         kind="flag",
     )
 
     def __post_init__(self) -> None:
-        try:
-            check_fields(self)
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        check_fields(self)
 
     @property
     def steps(self) -> int | None:
