@@ -35,8 +35,8 @@ def hold_out(
         progress: show a progress bar on stderr.
 
     Returns:
-        The new folder, opened. Its record holds ``derived_from``: ``path``, ``train_sha256`` (of
-        the source's training rows), ``held_out`` and ``seed``.
+        The new folder, opened. Its record holds ``derived_from``: ``path``, ``data_sha256`` (of
+        the source), ``held_out`` and ``seed``.
 
     Raises:
         UserError: one of the two parts would have only one label, or no row; nothing is left
@@ -88,7 +88,7 @@ def hold_out(
             "report": {**data.report, **counted},
             "derived_from": {
                 "path": str(data.path.absolute()),
-                "train_sha256": identity_of(data, "train"),
+                "data_sha256": identity_of(data),
                 "held_out": float(share),
                 "seed": int(seed),
             },

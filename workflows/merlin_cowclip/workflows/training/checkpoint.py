@@ -51,17 +51,13 @@ class Checkpoint:
 
     Attributes:
       path: its folder.
-      progress: what the run put in, with `step`, each rank's `own` sums, and whether tables were
-        `sharded`.
+      step: after how many updates it was taken.
+      progress: what the run put in, with each rank's `own` sums, and whether tables were `sharded`.
     """
 
     path: Path
+    step: int
     progress: Mapping[str, Any]
-
-    @property
-    def step(self) -> int:
-        """After how many updates it was taken."""
-        return int(self.progress["step"])
 
     def restore(self, state: State) -> None:
         """Give all variables their values; on all ranks at once."""
@@ -113,18 +109,14 @@ class Checkpoints:
     def save(
         self, step: int, state: State, progress: Mapping[str, Any], best: int | None = None
     ) -> None:
-        """Write one; training waits for it.
+        """Write one after `step` updates, and prune the others but that of the step `best`.
 
-        Args:
-          step: after how many updates.
-          state: of this rank.
-          progress: fit for JSON.
-          best: the step of the one that is kept beside the last ones.
+        `state` is this rank's, `progress` fit for JSON.
         """
         target, ranks = self.path(step), here()
         partial = target.with_name(f".{target.name}.partial")
         own = said_by_all({name: v.numpy().tolist() for name, v in state.own.items()})
-        record = {"step": step, "own": own, "sharded": bool(state.shards), **progress}
+        record = {"own": own, "sharded": bool(state.shards), **progress}
         try:
             with agreed():
                 if ranks.rank == 0 or state.shards:
@@ -167,7 +159,7 @@ class Checkpoints:
                     progress = json.loads((path / _PROGRESS).read_text(encoding="utf-8"))
                 except (OSError, ValueError) as error:
                     raise UserError(f"the checkpoint {path} cannot be read: {error}") from None
-        return Checkpoint(path, said_by_all(progress)[0])
+        return Checkpoint(path, step, said_by_all(progress)[0])
 
     def restore_last(self, state: State) -> Checkpoint | None:
         """Restore the last one that can be read; those after it are removed, with a warning."""

@@ -127,9 +127,9 @@ def train(
     """Train a model on `data`, in the run folder `out`, which is made now.
 
     After each epoch the test part's exact AUC, log loss and calibration are measured (None without
-    a test part) and a checkpoint is written. The times in the result are training time only. Until
-    the first checkpoint an error or an interrupt removes the folder; later it stays, and `resume`
-    continues, bit-identical to an uninterrupted run. The process's random seeds are set.
+    a test part) and a checkpoint is written. Until the first checkpoint an error or an interrupt
+    removes the folder; later it stays, and `resume` continues, bit-identical to an uninterrupted
+    run. The process's random seeds are set.
 
     Args:
       data: the prepared folder.
@@ -279,13 +279,12 @@ def with_epochs(config: TrainConfig, epochs: int | None, run: Path) -> TrainConf
     """The configuration with more epochs; `None`: as it is."""
     if epochs is None or epochs == config.epochs:
         return config
-    names = ("dense_schedule", "embedding_schedule")
-    falling = [n for n in names if (getattr(config, n) or {}).get("epochs", 0) is None]
-    if epochs < config.epochs or falling:
-        why = f", and {falling[0]} ends with the last epoch" if falling else ""
+    falling = [one for one in (config.dense_schedule, config.embedding_schedule) if one]
+    depends = any(one.get("epochs", 0) is None for one in falling if isinstance(one, Mapping))
+    if epochs < config.epochs or depends:
         raise UserError(
-            "epochs of a run can only be raised, and only where no learning rate depends on them. "
-            f"Received: {epochs}, for {config.epochs} in {run / CONFIG}{why}. Leave them out, or "
+            "epochs of a run can only be raised, and only where no learning rate falls over all of "
+            f"them. Received: {epochs}, for {config.epochs} in {run / CONFIG}. Leave them out, or "
             "train another run"
         )
     return dataclasses.replace(config, epochs=epochs)
@@ -355,11 +354,11 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
     except BaseException as error:
         if not is_first():  # the run is the first rank's
             raise
-        has_checkpoint = bool(Checkpoints(run / CHECKPOINTS).steps())
-        if new and not has_checkpoint:
+        is_saved = bool(Checkpoints(run / CHECKPOINTS).steps())
+        if new and not is_saved:
             remove(run)
-        diverged = isinstance(error, NotFiniteError) or isinstance(error.__cause__, NotFiniteError)
-        if isinstance(error, UserError) and has_checkpoint and not diverged:
+        diverged = NotFiniteError in (type(error), type(error.__cause__))
+        if isinstance(error, UserError) and is_saved and not diverged:
             how = f"{str(error).rstrip('.')}. Resume with: {how_to_resume(run)}"
             raise type(error)(how) from error.__cause__
         raise
@@ -394,22 +393,24 @@ def as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
         yield
     except (OSError, tf.errors.OpError) as error:
         if any(reason in str(error) for reason in _FULL):
-            raise UserError(
+            what = (
                 f"output needs disk space. Received: none left for {out}. Free some, or name a "
                 "folder on another disk"
-            ) from None
-        if "Horovod has been shut down" in str(error):
-            raise UserError(
-                "all ranks must reach the end. Received: one that has ended before; what it "
-                "said is on the terminal, or in its machine's log"
-            ) from None
-        if isinstance(error, tf.errors.ResourceExhaustedError):
-            raise UserError(
+            )
+        elif "Horovod has been shut down" in str(error):
+            what = (
+                "all ranks must reach the end. Received: one that has ended before; what it said "
+                "is on the terminal, or in its machine's log"
+            )
+        elif isinstance(error, tf.errors.ResourceExhaustedError):
+            what = (
                 "a step must fit into memory. Received: less than it takes "
                 f"({str(error).splitlines()[0][:200]}). Choose a smaller batch size or network"
-            ) from None
-        PreparedData.open(data.path)  # what a loader met in a thread is an error of TensorFlow's
-        raise
+            )
+        else:
+            PreparedData.open(data.path)  # what a loader met in a thread is TensorFlow's error
+            raise
+        raise UserError(what) from None
 
 
 def count_parameters(model: mm.Model, optimizer: CowClipOptimizer) -> dict[str, int]:
