@@ -12,9 +12,8 @@ from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.plugins.optimizers.state import weights_of
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State, _write
-from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
+from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig, base_fields
 from merlin_cowclip.workflows.training.evaluation import evaluate
-from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import resume, train

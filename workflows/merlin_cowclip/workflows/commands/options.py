@@ -223,7 +223,7 @@ def fields(cls: type, *names: str, group: str = "", **shown: str) -> Decorator:
     """Options for fields of a dataclass, all or those named; what is not given is `None`.
 
     Args:
-      cls: its fields are made by `training.options.option`.
+      cls: its fields are made by `training.configuration.option`.
       names: of fields.
       group: a heading instead of theirs.
       shown: by field, its default in words.

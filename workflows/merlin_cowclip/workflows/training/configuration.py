@@ -1,6 +1,7 @@
-"""A training run's configuration: flat, checked and resolved once, fit for JSON both ways.
+"""The configuration of a training run and of what it keeps: checked once, fit for JSON both ways.
 
-Pure Python: a wrong option is refused before TensorFlow's seconds of importing.
+A field says what its option on the command line is, and how it is checked. Pure Python: a wrong
+option is refused before TensorFlow's seconds of importing.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from merlin_cowclip.plugins._checks import whole_number
+from merlin_cowclip.plugins._checks import layer_units, make_plain, whole_number
 from merlin_cowclip.plugins.scaling import (
     ADAPTIVE_CLIPS,
     CLIPS,
     SCALING_RULES,
     Hyperparameters,
+    check_number,
     recipe,
     scale,
 )
@@ -36,7 +39,6 @@ from merlin_cowclip.workflows.training.networks import (
     options_of,
     units_or_none,
 )
-from merlin_cowclip.workflows.training.options import check_fields, option, refuse_unknown
 
 UPDATES = ("exact", "lazy", "deferred")
 """As in `CowClipAdam`, which takes seconds to import."""
@@ -44,7 +46,81 @@ UPDATES = ("exact", "lazy", "deferred")
 TABLES = ("replicated", "sharded")
 LARGEST_SEED = 2**32 - 1  # NumPy's
 NO_CLIP, CONSTANT = "none", "constant"
+GROUP = "Checkpoints and stopping"
 _IDENTITY_FORMAT = 2
+
+Check = Callable[[str, Any], Any]
+"""(name, value) → the value as the configuration has it; a ValueError for one out of range."""
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false. Received: {value!r}")
+    return value
+
+
+_CHECKS: dict[str, Check] = {
+    **{"size": whole_number, "count": whole_number, "number": check_number},
+    "positive": functools.partial(check_number, positive=True),
+    **{"units": layer_units, "flag": _flag},
+}  # by kind
+
+
+def option(
+    help: str,
+    default: Any = None,
+    *,
+    group: str,
+    kind: str = "text",
+    choices: Sequence[str] = (),
+    check: Check | None = None,
+    **texts: str,
+) -> Any:
+    """A field of a configuration.
+
+    Args:
+      help: what it is, and in which unit.
+      default: `None` where it depends on other fields.
+      group: its heading in a command's help.
+      kind: how its text is read (`commands.options.TYPES`) and, by default, checked.
+      choices: all values, where they are names.
+      check: of what is not `None`.
+      texts: for a command's help: `symbol`, the paper's; `shown`, the default in words; `metavar`;
+        `flag`, the option's name where it is not the field's.
+    """
+    check = check or _CHECKS.get(kind)
+    found = {"help": help, "group": group, "kind": kind, "choices": choices, "check": check}
+    none = dict.fromkeys(("symbol", "shown", "metavar", "flag"), "")
+    return dataclasses.field(default=default, metadata={**found, **none, **texts})
+
+
+def check_fields(instance: Any) -> None:
+    """Check the fields of a frozen dataclass, each by its own check, and let them be plain."""
+    make_plain(instance)
+    for field in dataclasses.fields(instance):
+        name, value = field.name, getattr(instance, field.name)
+        choices, check = field.metadata["choices"], field.metadata["check"]
+        try:
+            if value is None and field.default is not None:
+                raise ValueError(f"{name} must have a value. Received: None. Leave it out")
+            if value is not None and choices and value not in choices:
+                known = ", ".join(choices)
+                raise ValueError(f"{name} must be one of {known}. Received: {name}={value!r}")
+            if value is not None and check:
+                object.__setattr__(instance, name, check(name, value))
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+
+def refuse_unknown(what: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse a key that is none, and what has no keys."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"{what} must be values by name. Received: {values!r}")
+    if unknown := [key for key in values if key not in known]:
+        raise UserError(
+            f"{what} has the keys {', '.join(known)}. Received: {str(unknown[0])!r}. Correct it, "
+            "or take it out"
+        )
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
@@ -301,3 +377,53 @@ def base_fields(values: Hyperparameters | Mapping[str, Any]) -> dict[str, Any]:
 
 BASE_FIELDS = tuple(base_fields(Hyperparameters()))
 """The fields of `TrainConfig` that are a base."""
+
+
+def _every(name: str, value: Any) -> int | str:
+    text = str(value)
+    if re.fullmatch(r"[1-9][0-9]*", text):
+        return int(text)
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?m", text) and float(text[:-1]):
+        return text
+    raise ValueError(
+        f"{name} must be a positive number of updates, or of minutes as in 10m. Received: {value!r}"
+    )
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """When checkpoints are taken, beside the end of each epoch, and what stays of them.
+
+    Raises:
+      UserError: a value out of range.
+    """
+
+    checkpoint_every: int | str | None = option(
+        "write a checkpoint every N steps, or minutes as in 10m, and after each epoch",
+        group=GROUP,
+        metavar="N|Nm",
+        check=_every,
+    )
+    keep: int = option(
+        "recent checkpoints to keep, in addition to the best epoch", 2, group=GROUP, kind="count"
+    )
+    saved_model: bool = option(
+        "write a SavedModel with the optimizer's state to RUN/model",
+        False,
+        group=GROUP,
+        kind="flag",
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def steps(self) -> int | None:
+        """Updates between checkpoints."""
+        return self.checkpoint_every if isinstance(self.checkpoint_every, int) else None
+
+    @property
+    def minutes(self) -> float | None:
+        """Minutes between checkpoints."""
+        every = self.checkpoint_every
+        return float(every[:-1]) if isinstance(every, str) else None

@@ -20,8 +20,7 @@ from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.folders import package_versions, refuse_pattern
 from merlin_cowclip.workflows.manifest import check_manifest, checksum
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig
 from merlin_cowclip.workflows.training.ranks import here
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from merlin_cowclip.plugins.optimizers.state import mean_loss, shards_of, traini
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State
-from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig
 from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, Predictor, Quality
-from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.logbook import FIELDS, METRICS, NORMS, Logbook, write_csv
 from merlin_cowclip.workflows.training.ranks import agreed, here, is_first, said_by_all
