@@ -308,9 +308,12 @@ class TrainConfig:
 
             values, schedule = self.hyperparameters, self.embedding_schedule
             learning_rate = values.embedding_lr if schedule is None else schedule
-            check_deferrable(
-                learning_rate, l2=values.l2, clip=values.clip, clip_ratio=values.clip_ratio
-            )
+            try:
+                check_deferrable(
+                    learning_rate, l2=values.l2, clip=values.clip, clip_ratio=values.clip_ratio
+                )
+            except ValueError as error:
+                raise ValueError(f"at batch size {self.batch_size:,}: {error}") from None
 
     def schedules(self) -> dict[str, Any]:
         """Both schedules by name, for a training of as many epochs or others."""

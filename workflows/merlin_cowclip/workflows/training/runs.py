@@ -208,8 +208,9 @@ class Run:
                 raise ValueError(f"format {result['format']!r} instead of {FORMAT_VERSION}")
             manifest = result["manifest"]
         except (OSError, ValueError, TypeError, LookupError) as error:
+            why = f"it without {error}" if isinstance(error, KeyError) else error
             raise UserError(
-                f"{path / RESULT} must be JSON as it was written. Received: {error!r}. {_AGAIN}"
+                f"{path / RESULT} must be JSON as it was written. Received: {why}. {_AGAIN}"
             ) from None
         rest = {n: entry for n, entry in manifest.items() if not n.startswith("workflow/")}
         check_manifest(path, rest, "a run", _AGAIN)

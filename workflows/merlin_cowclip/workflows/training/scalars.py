@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from merlin_cowclip.plugins import FieldStatistics, RowStatistics
 
-_Quantity = Callable[[FieldStatistics], float | None]
-
-BY_FIELD: Mapping[str, _Quantity] = MappingProxyType(
-    {
-        "ids_per_batch": lambda field: field.all.rows / field.steps,
-        "rows_clipped": lambda field: field.all.share_of_rows_clipped,
-        "occurrences_clipped": lambda field: field.all.share_of_occurrences_clipped,
-        "gradient_norm_frequent": lambda field: field.frequent.gradient_norm,
-        "gradient_norm_rare": lambda field: field.rare.gradient_norm,
-        "weight_norm_frequent": lambda field: field.frequent.weight_norm,
-        "weight_norm_rare": lambda field: field.rare.weight_norm,
-    }
-)
-"""Quantity → its value for a field that was updated: the first part of a tag."""
-
+# Quantity, the first part of a tag → its value for a field that was updated.
+_QUANTITIES: dict[str, Callable[[FieldStatistics], float | None]] = {
+    "ids_per_batch": lambda field: field.all.rows / field.steps,
+    "rows_clipped": lambda field: field.all.share_of_rows_clipped,
+    "occurrences_clipped": lambda field: field.all.share_of_occurrences_clipped,
+    "gradient_norm_frequent": lambda field: field.frequent.gradient_norm,
+    "gradient_norm_rare": lambda field: field.rare.gradient_norm,
+    "weight_norm_frequent": lambda field: field.frequent.weight_norm,
+    "weight_norm_rare": lambda field: field.rare.weight_norm,
+}
 _OF_THE_CLIP = ("rows_clipped", "occurrences_clipped")
 
 
@@ -30,7 +24,7 @@ def _values(field: FieldStatistics) -> dict[str, float | None]:
     unseen = () if field.is_clipped else _OF_THE_CLIP
     return {
         name: None if not field.steps or name in unseen else value_of(field)
-        for name, value_of in BY_FIELD.items()
+        for name, value_of in _QUANTITIES.items()
     }
 
 

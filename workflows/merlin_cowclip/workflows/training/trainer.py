@@ -133,12 +133,8 @@ class Trainer:
     ) -> None:
         """Reset to the state of a new trainer without a run; keep the compiled step.
 
-        Args:
-          config: with the same `compiled_step_key`.
-          loader: of the training part.
-          weights: initial ones, in the order of `model.weights`; of tables for σ = 1.
-          stopping: asked after each update.
-          after_update: called after each update.
+        `config` has the same `compiled_step_key`. `weights` are initial ones, in the order of
+        `model.weights`; of tables for σ = 1. `after_update` is called after each update.
         """
         assert self._variables is not None
         stddev = config.hyperparameters.init_stddev
