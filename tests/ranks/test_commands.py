@@ -148,7 +148,6 @@ def test_what_is_refused_is_said_once(tmp_path, command, words):
 
 
 def test_deferred_updates_are_refused(monkeypatch):
-    monkeypatch.setattr(ranks_of_runs, "_several", lambda: True)
     monkeypatch.setattr(ranks_of_runs, "here", lambda: Ranks(0, 2, 0, 2))
     with pytest.raises(UserError, match="on several ranks has no update='deferred' yet"):
         ranks_of_runs.check_offered(TrainConfig(batch_size=18, update="deferred"))
@@ -157,7 +156,6 @@ def test_deferred_updates_are_refused(monkeypatch):
 def test_ranks_of_other_versions_are_refused(monkeypatch):
     mine = {key: key for key in ranks_of_runs._ALIKE} | {"versions": {"numpy": "1.23.5", "tf": "2"}}
     theirs = {**mine, "versions": {"numpy": "1.24.0", "tf": "2"}}
-    monkeypatch.setattr(ranks_of_runs, "_several", lambda: True)
     monkeypatch.setattr(ranks_of_runs, "here", lambda: Ranks(0, 2, 0, 2))
     monkeypatch.setattr(horovod, "all_gather_object", lambda value: [value, theirs])
     words = "same data, .* Received: versions numpy 1.23.5 on rank 0, 1.24.0 on rank 1"
@@ -170,11 +168,11 @@ def test_ranks_of_other_versions_are_refused(monkeypatch):
 def test_ranks_without_horovod_are_refused(data, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOROVOD_RANK", "0")
     monkeypatch.setenv("HOROVOD_SIZE", "2")
-    ranks_of_runs.here.cache_clear()
+    ranks_of_runs.joined.cache_clear()
     try:
         assert main(["train", str(data), "--out", str(tmp_path / "run")]) == 2
     finally:
-        ranks_of_runs.here.cache_clear()
+        ranks_of_runs.joined.cache_clear()
     (line,) = capsys.readouterr().err.splitlines()
     assert "2 processes" in line
     assert "merlin-cowclip[horovod]" in line

@@ -16,8 +16,7 @@ from merlin_cowclip.workflows.commands.studying import _setting
 from merlin_cowclip.workflows.commands.training import train_config
 from merlin_cowclip.workflows.commands.tuning import tune_config
 from merlin_cowclip.workflows.errors import Notice, UserError
-from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
-from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig, base_fields
 
 K = 1024
 OF_KINDS = {  # kind → a value on the command line, and as it is read

@@ -72,7 +72,7 @@ def test_it_is_prepared_data(data, held):
     again = PreparedData.open(held.path)
     assert again.record["derived_from"] == {
         "path": str(held.path.parent / "source"),
-        "train_sha256": identity_of(data, "train"),
+        "data_sha256": identity_of(data),
         "held_out": 0.2,
         "seed": 7,
     }

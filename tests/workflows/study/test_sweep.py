@@ -23,7 +23,7 @@ from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.study import workers
 from merlin_cowclip.workflows.study.studies import STUDIES, Setting
 from merlin_cowclip.workflows.study.sweep import run_name, sweep
-from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.configuration import Keeping
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 

@@ -13,7 +13,7 @@ from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.study.search_space import CHOICES, Point
 from merlin_cowclip.workflows.study.tune import Trainers
-from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.configuration import Keeping
 from merlin_cowclip.workflows.training.reproducibility import in_precision
 from merlin_cowclip.workflows.training.stopping import Stopping
 

@@ -23,7 +23,7 @@ from merlin_cowclip.workflows.study.largest_batch import largest_batch
 from merlin_cowclip.workflows.study.search_space import Point
 from merlin_cowclip.workflows.study.tune import Trainers, tune
 from merlin_cowclip.workflows.study.tuned import Tuned, difference
-from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.configuration import Keeping
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.stopping import Stopping
 

@@ -38,11 +38,11 @@ def main(place: str, *arguments: str) -> int:
     """
     from merlin_cowclip.plugins._tensorflow import tf
     from merlin_cowclip.workflows.commands.main import main as command
-    from merlin_cowclip.workflows.training import order, train, trainer
+    from merlin_cowclip.workflows.training import order, trainer
 
     warnings.filterwarnings("ignore", "Even though the `tf.config.exp")
     order.WINDOW_ROWS = WINDOW_ROWS
-    train.EVALUATION_BATCH, trainer.LOG_EVERY = TEST_BATCH, LOG_EVERY
+    trainer.EVALUATION_BATCH, trainer.LOG_EVERY = TEST_BATCH, LOG_EVERY
     tf.config.run_functions_eagerly(True)
     name, _, how = place.partition("@")
     end = _kill if not how else lambda: os.kill(os.getpid(), signal.Signals[how])

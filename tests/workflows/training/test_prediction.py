@@ -28,9 +28,8 @@ from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.manifest import SMALL, entry_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training import incoming, prediction
-from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
+from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig, base_fields
 from merlin_cowclip.workflows.training.evaluation import QualityOf, evaluate, predict
-from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train

@@ -16,9 +16,8 @@ from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training import loader as loader_module
-from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
+from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig, base_fields
 from merlin_cowclip.workflows.training.evaluation import predict
-from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train

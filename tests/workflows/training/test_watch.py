@@ -9,8 +9,7 @@ from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training import watch
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints
-from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
-from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig, base_fields
 from merlin_cowclip.workflows.training.train import train
 
 pytestmark = pytest.mark.usefixtures("graphs_as_traced")

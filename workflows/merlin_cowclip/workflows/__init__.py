@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.study.configuration import TuneConfig
     from merlin_cowclip.workflows.study.tune import tune
     from merlin_cowclip.workflows.study.tuned import Tuned
-    from merlin_cowclip.workflows.training.configuration import TrainConfig
+    from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig
     from merlin_cowclip.workflows.training.evaluation import evaluate, predict
-    from merlin_cowclip.workflows.training.keeping import Keeping
     from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.prediction import evaluate_logs, predict_logs
     from merlin_cowclip.workflows.training.runs import Run

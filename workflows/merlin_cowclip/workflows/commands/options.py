@@ -209,8 +209,8 @@ trust_workflow = option(
 def fields(cls: type, *names: str, group: str = "", **shown: str) -> Decorator:
     """Options for fields of a dataclass, all or those named; what is not given is `None`.
 
-    The fields are made by `training.options.option`; `group` is a heading instead of theirs, and
-    `shown` has the defaults of some in words.
+    The fields are made by `training.configuration.option`; `group` is a heading instead of theirs,
+    and `shown` has the defaults of some in words.
     """
     known = {field.name: field for field in dataclasses.fields(cls)}
 

@@ -28,11 +28,12 @@ from merlin_cowclip.workflows.folders import refuse_existing
 from merlin_cowclip.workflows.study.studies import few_steps
 from merlin_cowclip.workflows.training.configuration import (
     BASE_FIELDS,
+    GROUP,
     NO_CLIP,
+    Keeping,
     TrainConfig,
     base_fields,
 )
-from merlin_cowclip.workflows.training.keeping import GROUP, Keeping
 from merlin_cowclip.workflows.training.networks import NETWORKS, OPTIONS
 from merlin_cowclip.workflows.training.ranks import agreed, is_first
 

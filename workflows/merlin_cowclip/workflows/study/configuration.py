@@ -14,9 +14,8 @@ from merlin_cowclip.plugins._checks import make_plain
 from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.search_space import Point, SearchSpace
-from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
+from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields, refuse_unknown
 from merlin_cowclip.workflows.training.networks import OPTIONS
-from merlin_cowclip.workflows.training.options import refuse_unknown
 
 NETWORK = ("model", *OPTIONS)
 """The keys of `TrainConfig` that say which network is trained."""

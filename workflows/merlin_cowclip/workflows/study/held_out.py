@@ -69,7 +69,7 @@ def hold_out(
                 )
         derived_from = {
             "path": str(data.path.absolute()),
-            "train_sha256": identity_of(data, "train"),
+            "data_sha256": identity_of(data),
             "held_out": float(share),
             "seed": int(seed),
         }

@@ -16,9 +16,13 @@ from merlin_cowclip.plugins._checks import make_plain
 from merlin_cowclip.plugins.scaling import MIN_STEPS, SCALING_RULES, Hyperparameters, recipe, scale
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import NETWORK, network_of
-from merlin_cowclip.workflows.training.configuration import BASE_FIELDS, TrainConfig, base_fields
+from merlin_cowclip.workflows.training.configuration import (
+    BASE_FIELDS,
+    TrainConfig,
+    base_fields,
+    refuse_unknown,
+)
 from merlin_cowclip.workflows.training.networks import NETWORKS as OPTIONS
-from merlin_cowclip.workflows.training.options import refuse_unknown
 
 FULL, TOP = "full", "top-3"  # the data as it is, and with each field's three most frequent ids
 NETWORKS = ("deepfm", "wide_and_deep", "dcn", "dcn_v2")  # of Tables 3 and 4

@@ -57,8 +57,6 @@ with quiet_imports():
     from sqlalchemy.pool import NullPool
 
     from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
-    from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
-    from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.rebuilding import any_batch, network
     from merlin_cowclip.workflows.training.reproducibility import set_seeds
     from merlin_cowclip.workflows.training.runs import environment
@@ -219,8 +217,7 @@ class Trainers:
                 del self._kept[next(iter(self._kept))]
             gc.collect()
             tf.keras.backend.clear_session()
-            held_out = Loader(self._rows, "test", batch_size=EVALUATION_BATCH)
-            trainer = Trainer(self._rows, config, self._loader, held_out, stopping)
+            trainer = Trainer(config, self._loader, stopping)
         self._kept[key] = trainer
         trainer.reset(config, self._loader, self._weights, stopping, advance)
         return trainer
@@ -380,11 +377,12 @@ class _Tuning:
                 f"{self.tried()[-1]['why']}"
             )
         if self.show:
-            what = (
-                f"Training up to {len(finalists)} of them again from {len(self.seeds)} other seeds"
-            )
             minutes = len(self.seeds) * sum(map(_seconds_again, finalists)) / 60
-            print(f"{what}, about {minutes:.1f} minutes", flush=True)
+            print(
+                f"Training up to {len(finalists)} of them again from {len(self.seeds)} other "
+                f"seeds, {minutes:.1f} minutes at most",
+                flush=True,
+            )
         left = [(tried, seed) for tried in finalists for seed in self.seeds]
         while left := [(tried, seed) for tried, seed in left if self._is_left(tried, seed)]:
             for tried, seed in left:

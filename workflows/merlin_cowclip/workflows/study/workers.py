@@ -18,8 +18,7 @@ from typing import Any
 
 from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, remove, write_json
-from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig
 from merlin_cowclip.workflows.training.runs import CHECKPOINTS, CONFIG, RESULT
 
 DIVERGED = "diverged.json"  # instead of the result, of a run whose loss or weights were not finite

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.plugins._tensorflow import tf
-from merlin_cowclip.plugins.distributed.horovod import SINGLE_PROCESS, Ranks, broadcast
-from merlin_cowclip.workflows.errors import UserError, clipped
+from merlin_cowclip.plugins.distributed.horovod import broadcast
+from merlin_cowclip.workflows.errors import Notice, UserError, clipped
 from merlin_cowclip.workflows.folders import remove, write_json
-from merlin_cowclip.workflows.training.ranks import agreed, said_by_all
+from merlin_cowclip.workflows.training.ranks import agreed, here, said_by_all
 
 _NAME = re.compile(r"step-(\d{10,})")
 _STATE, _PROGRESS = "state", "progress.json"
@@ -31,12 +32,12 @@ _STATE, _PROGRESS = "state", "progress.json"
 
 @dataclass(frozen=True)
 class State:
-    """What a checkpoint holds, by name.
+    """The variables of a checkpoint, by name.
 
     Attributes:
-      shared: variables that are the same on all ranks.
+      shared: the same on all ranks.
       own: small sums that each rank has of its own.
-      shards: variables of which this rank has its rows.
+      shards: those of which this rank has its rows.
     """
 
     shared: Mapping[str, tf.Variable]
@@ -46,25 +47,21 @@ class State:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that was written to its end.
+    """One that is whole.
 
     Attributes:
       path: its folder.
-      progress: what the run put in, with `step`, each rank's `own` sums, and whether tables were
-        `sharded`.
+      step: after how many updates it was taken.
+      progress: what the run put in, with each rank's `own` sums, and whether tables were `sharded`.
     """
 
     path: Path
+    step: int
     progress: Mapping[str, Any]
 
-    @property
-    def step(self) -> int:
-        """After how many updates it was taken."""
-        return int(self.progress["step"])
-
-    def restore(self, state: State, ranks: Ranks = SINGLE_PROCESS) -> None:
+    def restore(self, state: State) -> None:
         """Give all variables their values; on all ranks at once."""
-        own = self.progress["own"]
+        own, ranks = self.progress["own"], here()
         with agreed():
             if len(own) != ranks.size and (state.shards or self.progress["sharded"]):
                 raise UserError(
@@ -104,59 +101,43 @@ class Checkpoints:
     Args:
       folder: where they lie; made with the first.
       keep: how many of the last ones are kept, beside the best.
-      ranks: this process among those of the run.
     """
 
-    def __init__(self, folder: Path, keep: int = 2, ranks: Ranks = SINGLE_PROCESS) -> None:
-        self.folder, self._keep, self._ranks = folder, keep, ranks
-        self._last: int | None = None  # the step of the last one that was written or restored
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self._keep = folder, keep
 
     def save(
         self, step: int, state: State, progress: Mapping[str, Any], best: int | None = None
     ) -> None:
-        """Write one; training waits for it.
+        """Write one after `step` updates, and prune the others but that of the step `best`.
 
-        Of the last one's step only the progress is written again: its epoch was measured.
-
-        Args:
-          step: after how many updates.
-          state: of this rank.
-          progress: fit for JSON.
-          best: the step of the one that is kept beside the last ones.
+        `state` is this rank's, `progress` fit for JSON.
         """
-        target = self.path(step)
+        target, ranks = self.path(step), here()
         partial = target.with_name(f".{target.name}.partial")
         own = said_by_all({name: v.numpy().tolist() for name, v in state.own.items()})
-        record = {"step": step, "own": own, "sharded": bool(state.shards), **progress}
-        is_first, is_new = self._ranks.rank == 0, step != self._last
+        record = {"own": own, "sharded": bool(state.shards), **progress}
         try:
-            if is_new:
-                with agreed():
-                    if is_first:
-                        remove(partial)
-                        partial.mkdir(parents=True)
-                with agreed():
-                    if is_first:
-                        _write(partial / _STATE, state.shared)
-                    if state.shards:
-                        _write(partial / _rows(self._ranks.rank), state.shards)
             with agreed():
-                if is_first:
-                    write_json((partial if is_new else target) / _PROGRESS, record)
-                    if is_new:
-                        os.rename(partial, target)
-                        self._prune(best)
-        except BaseException:
-            if is_first:
+                if ranks.rank == 0 or state.shards:
+                    partial.mkdir(parents=True, exist_ok=True)
+                if ranks.rank == 0:
+                    _write(partial / _STATE, state.shared)
+                if state.shards:
+                    _write(partial / _rows(ranks.rank), state.shards)
+            with agreed():
+                if ranks.rank == 0:
+                    write_json(partial / _PROGRESS, record)
+                    os.rename(partial, target)
+                    self._prune(best)
+        finally:
+            if ranks.rank == 0:
                 remove(partial)
-            raise
-        self._last = step
 
     def _prune(self, best: int | None) -> None:
         for old in self.steps()[: -self._keep]:
             if old != best:  # hidden first: half a checkpoint is none
                 hidden = self.folder / f".{self.path(old).name}.old"
-                remove(hidden)
                 os.rename(self.path(old), hidden)
                 remove(hidden)
 
@@ -173,34 +154,34 @@ class Checkpoints:
         """The one after `step` updates, as the first rank finds it."""
         path, progress = self.path(step), None
         with agreed():
-            if self._ranks.rank == 0:
+            if here().rank == 0:
                 try:
                     progress = json.loads((path / _PROGRESS).read_text(encoding="utf-8"))
                 except (OSError, ValueError) as error:
                     raise UserError(f"the checkpoint {path} cannot be read: {error}") from None
-        return Checkpoint(path, said_by_all(progress)[0])
+        return Checkpoint(path, step, said_by_all(progress)[0])
 
-    def restore_last(self, state: State) -> tuple[Checkpoint | None, list[UserError]]:
-        """Restore the last one that can be read; and why those after it could not."""
+    def restore_last(self, state: State) -> Checkpoint | None:
+        """Restore the last one that can be read; those after it are removed, with a warning."""
         problems: list[UserError] = []
+        if here().rank == 0:
+            remove(*self.folder.glob(".step-*"))  # what was not written, or removed, to its end
         for step in reversed(said_by_all(self.steps())[0]):
             try:
                 checkpoint = self.at(step)
-                checkpoint.restore(state, self._ranks)
-                self._last = step
-                return checkpoint, problems
+                checkpoint.restore(state)
             except UserError as error:
                 problems.append(error)
+                continue
+            for problem in problems:
+                then = f"The run resumes from update {step:,}"
+                warnings.warn(f"{problem}. {then}", Notice, stacklevel=2)
+            if here().rank == 0:
+                remove(*(self.path(other) for other in self.steps() if other > step))
+            return checkpoint
         if problems:
             raise problems[0]
-        return None, []
-
-    def tidy(self, last: Checkpoint | None) -> None:
-        """Remove what was not written to its end, and what cannot be read after the last one."""
-        for step in self.steps():
-            if last is None or step > last.step:
-                remove(self.path(step))
-        remove(*self.folder.glob(".step-*"))
+        return None
 
 
 def _rows(rank: int) -> str:

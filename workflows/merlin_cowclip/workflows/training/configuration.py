@@ -1,6 +1,7 @@
-"""A training run's configuration: flat, checked and resolved once, fit for JSON both ways.
+"""The configuration of a training run and of what it keeps: checked once, fit for JSON both ways.
 
-Pure Python: a wrong option is refused before TensorFlow's seconds of importing.
+A field says what its option on the command line is, and how it is checked. Pure Python: a wrong
+option is refused before TensorFlow's seconds of importing.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from merlin_cowclip.plugins._checks import whole_number
+from merlin_cowclip.plugins._checks import layer_units, make_plain, whole_number
 from merlin_cowclip.plugins.scaling import (
     ADAPTIVE_CLIPS,
     CLIPS,
     SCALING_RULES,
     Hyperparameters,
+    check_number,
     recipe,
     scale,
 )
@@ -36,11 +39,6 @@ from merlin_cowclip.workflows.training.networks import (
     options_of,
     units_or_none,
 )
-from merlin_cowclip.workflows.training.options import (
-    check_fields,
-    option,
-    refuse_unknown,
-)
 
 UPDATES = ("exact", "lazy", "deferred")
 """As in `CowClipAdam`, which takes seconds to import."""
@@ -48,11 +46,81 @@ UPDATES = ("exact", "lazy", "deferred")
 TABLES = ("replicated", "sharded")
 LARGEST_SEED = 2**32 - 1  # NumPy's
 NO_CLIP, CONSTANT = "none", "constant"
+GROUP = "Checkpoints and stopping"
 _IDENTITY_FORMAT = 2
 
+Check = Callable[[str, Any], Any]
+"""(name, value) → the value as the configuration has it; a ValueError for one out of range."""
 
-def _seed(name: str, value: Any) -> int:
-    return whole_number(name, value, LARGEST_SEED, least=0)
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false. Received: {value!r}")
+    return value
+
+
+_CHECKS: dict[str, Check] = {
+    **{"size": whole_number, "count": whole_number, "number": check_number},
+    "positive": functools.partial(check_number, positive=True),
+    **{"units": layer_units, "flag": _flag},
+}  # by kind
+
+
+def option(
+    help: str,
+    default: Any = None,
+    *,
+    group: str,
+    kind: str = "text",
+    choices: Sequence[str] = (),
+    check: Check | None = None,
+    **texts: str,
+) -> Any:
+    """A field of a configuration.
+
+    Args:
+      help: what it is, and in which unit.
+      default: `None` where it depends on other fields.
+      group: its heading in a command's help.
+      kind: how its text is read (`commands.options.TYPES`) and, by default, checked.
+      choices: all values, where they are names.
+      check: of what is not `None`.
+      texts: for a command's help: `symbol`, the paper's; `shown`, the default in words; `metavar`;
+        `flag`, the option's name where it is not the field's.
+    """
+    check = check or _CHECKS.get(kind)
+    found = {"help": help, "group": group, "kind": kind, "choices": choices, "check": check}
+    none = dict.fromkeys(("symbol", "shown", "metavar", "flag"), "")
+    return dataclasses.field(default=default, metadata={**found, **none, **texts})
+
+
+def check_fields(instance: Any) -> None:
+    """Check the fields of a frozen dataclass, each by its own check, and let them be plain."""
+    make_plain(instance)
+    for field in dataclasses.fields(instance):
+        name, value = field.name, getattr(instance, field.name)
+        choices, check = field.metadata["choices"], field.metadata["check"]
+        try:
+            if value is None and field.default is not None:
+                raise ValueError(f"{name} must have a value. Received: None. Leave it out")
+            if value is not None and choices and value not in choices:
+                known = ", ".join(choices)
+                raise ValueError(f"{name} must be one of {known}. Received: {name}={value!r}")
+            if value is not None and check:
+                object.__setattr__(instance, name, check(name, value))
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+
+def refuse_unknown(what: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse a key that is none, and what has no keys."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"{what} must be values by name. Received: {values!r}")
+    if unknown := [key for key in values if key not in known]:
+        raise UserError(
+            f"{what} has the keys {', '.join(known)}. Received: {str(unknown[0])!r}. Correct it, "
+            "or take it out"
+        )
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
@@ -65,6 +133,7 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
     return tuple(sorted(value))
 
 
+_seed = functools.partial(whole_number, most=LARGEST_SEED, least=0)
 _network, _run, _value, _clip = (
     functools.partial(option, group=group)
     for group in (
@@ -76,7 +145,6 @@ _network, _run, _value, _clip = (
 )
 _schedule = functools.partial(
     _value,
-    None,
     kind="schedule",
     metavar="NAME[:KEY=VALUE,…]",
     shown=CONSTANT,
@@ -97,90 +165,76 @@ class TrainConfig:
         that deferred updates cannot take.
     """
 
-    model: str = _network("deepfm", "network", choices=tuple(NETWORKS))
-    embedding_dim: int | None = _network(None, "width of the embeddings", kind="count", shown="10")
+    model: str = _network("network", "deepfm", choices=tuple(NETWORKS))
+    embedding_dim: int | None = _network("width of the embeddings", kind="count", shown="10")
     mlp: Sequence[int] | None = _network(
-        None,
-        "units of the deep layers; of dlrm those of the top MLP",
-        kind="units",
-        shown="400,400,400",
+        "units of the deep layers; of dlrm those of the top MLP", kind="units", shown="400,400,400"
     )
     cross_layers: int | None = _network(
-        None, "depth of the cross layers of dcn and dcn_v2", kind="count", shown="3"
+        "depth of the cross layers of dcn and dcn_v2", kind="count", shown="3"
     )
     low_rank_dim: int | None = _network(
-        None, "rank of dcn_v2's cross matrices", kind="count", shown="full rank"
+        "rank of dcn_v2's cross matrices", kind="count", shown="full rank"
     )
     bottom_mlp: Sequence[int] | None = _network(
-        None,
         "units of dlrm's bottom MLP without its last layer; '' for none",
         kind="units",
         check=units_or_none,
         shown="512,256,64",
     )
     combiner: str | Mapping[str, str] | None = _network(
-        None,
         f"how a list's embeddings become one, for all or by field: {', '.join(COMBINERS)}",
         kind="combiner",
         metavar="NAME|FIELD=NAME,…",
         check=check_combiner,
         shown="mean",
     )
-    batch_size: int = _run(1024, "samples per update", kind="size")
+    batch_size: int = _run("samples per update", 1024, kind="size")
     rule: str = _run(
-        "cowclip",
-        "how the hyperparameters follow the batch size",
-        choices=tuple(SCALING_RULES),
+        "how the hyperparameters follow the batch size", "cowclip", choices=tuple(SCALING_RULES)
     )
-    epochs: int = _run(10, "passes over the training rows", kind="count")
+    epochs: int = _run("passes over the training rows", 10, kind="count")
     patience: int | None = _run(
-        None, "stop after N epochs without a better test AUC", kind="count", metavar="N"
+        "stop after N epochs without a better test AUC", kind="count", metavar="N"
     )
-    seed: int = _run(1234, "random seed of initial weights and row order", kind="seed", check=_seed)
+    seed: int = _run("random seed of initial weights and row order", 1234, kind="seed", check=_seed)
     update: str = _run(
-        "exact",
         "updates of rows that are absent from a batch: in every step as in the paper (exact), none "
         "(lazy), or the same as exact when they are next read (deferred)",
+        "exact",
         choices=UPDATES,
     )
     tables: str = _run(
-        "replicated",
         "on several ranks: all embedding rows on each rank, or a part of them",
+        "replicated",
         choices=TABLES,
     )
     deterministic: bool = _run(
-        True,
-        "bit-identical results; off: faster kernels on GPUs",
-        kind="flag",
-        flag="determinism",
+        "bit-identical results; off: faster kernels on GPUs", True, kind="flag", flag="determinism"
     )
-    base_batch_size: int = _value(1024, "batch size that these values were tuned at", kind="size")
+    base_batch_size: int = _value("batch size that these values were tuned at", 1024, kind="size")
     dense_lr: float | None = _value(
-        None,
         "learning rate of the dense layers",
         kind="positive",
         symbol="η",
         shown="8e-4 with rule cowclip, else 1e-4",
     )
     embedding_lr: float | None = _value(
-        None, "learning rate of the embeddings", kind="positive", symbol="η", shown="1e-4"
+        "learning rate of the embeddings", kind="positive", symbol="η", shown="1e-4"
     )
     l2: float | None = _value(
-        None,
         "L2 penalty of the embeddings: λ·w² is added to the loss",
         kind="number",
         symbol="λ",
         shown="1e-5",
     )
     init_stddev: float | None = _value(
-        None,
         "standard deviation of the initial embeddings",
         kind="number",
         symbol="σ",
         shown="1e-2 with rule cowclip, else 1e-4",
     )
     warmup_epochs: float | None = _value(
-        None,
         "epochs in which the dense learning rate rises from 0",
         kind="number",
         shown="1 with rule cowclip, else 0",
@@ -193,30 +247,26 @@ class TrainConfig:
         "the same for the embeddings' learning rate"
     )
     clip: str | None = _clip(
-        None,
         "clip rule (adaptive_column is CowClip)",
         choices=(NO_CLIP, *CLIPS),
         shown="adaptive_column with rule cowclip, else none",
     )
     clip_ratio: float | None = _clip(
-        None,
         "ratio of the adaptive clips: bound of a gradient, in norms of the row's weights",
         kind="positive",
         symbol="r",
         shown="1",
     )
     clip_floor: float | None = _clip(
-        None,
         "least bound of the adaptive clips, of an id that occurs once in a batch",
         kind="number",
         symbol="ζ",
         shown="3.162e-5",
     )
     clip_threshold: float | None = _clip(
-        None, "bound of the clips global, field and column", kind="positive", symbol="c"
+        "bound of the clips global, field and column", kind="positive", symbol="c"
     )
     clip_tables: Sequence[str] | None = _clip(
-        None,
         "fields or tables (embeddings, linear) to clip",
         kind="names",
         metavar="NAME,…",
@@ -242,7 +292,7 @@ class TrainConfig:
     def _check_together(self) -> None:
         falling: list[Any] = [self.dense_schedule, self.embedding_schedule]
         ends = [one["epochs"] for one in falling if one and one.get("to") == 0 and one["epochs"]]
-        if len(ends) == len(falling) and max(ends) < self.epochs:
+        if len(ends) == 2 and max(ends) < self.epochs:
             raise ValueError(
                 "learning rates must not both be 0 before the last epoch. Received: schedules that "
                 f"fall to 0 in {max(ends):g} epochs, and {self.epochs} epochs. Train fewer, or let "
@@ -257,12 +307,10 @@ class TrainConfig:
             from merlin_cowclip.plugins.optimizers.deferred import check_deferrable  # TensorFlow
 
             values, schedule = self.hyperparameters, self.embedding_schedule
+            learning_rate = values.embedding_lr if schedule is None else schedule
             try:
                 check_deferrable(
-                    values.embedding_lr if schedule is None else schedule,
-                    l2=values.l2,
-                    clip=values.clip,
-                    clip_ratio=values.clip_ratio,
+                    learning_rate, l2=values.l2, clip=values.clip, clip_ratio=values.clip_ratio
                 )
             except ValueError as error:
                 raise ValueError(f"at batch size {self.batch_size:,}: {error}") from None
@@ -313,13 +361,11 @@ class TrainConfig:
         precision is no part of a configuration: a run has it beside its own.
         """
         meant = {"format": _IDENTITY_FORMAT, **self.to_dict(), **self.hyperparameters.to_dict()}
-        from_base = ("rule", "base_batch_size")
-        unused = () if self.clip in ADAPTIVE_CLIPS else ("clip_ratio", "clip_floor")
+        unused = {"rule", "base_batch_size"}
+        unused |= set() if self.clip in ADAPTIVE_CLIPS else {"clip_ratio", "clip_floor"}
         # What a later version adds and this configuration does not use must not change it.
-        present = {
-            k: v for k, v in meant.items() if v is not None and k not in (*from_base, *unused)
-        }
-        text = json.dumps(present, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        present = {k: v for k, v in meant.items() if v is not None and k not in unused}
+        text = json.dumps(present, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
@@ -327,13 +373,60 @@ def base_fields(values: Hyperparameters | Mapping[str, Any]) -> dict[str, Any]:
     """Hyperparameters, or some of them by name, as the fields that `TrainConfig` has for a base."""
     if isinstance(values, Hyperparameters):
         values = values.to_dict()
-    known = [field.name for field in dataclasses.fields(Hyperparameters)]
-    refuse_unknown("base", values, known)
-    renamed = {("base_batch_size" if k == "batch_size" else k): v for k, v in values.items()}
-    if "clip" in renamed and renamed["clip"] is None:
-        renamed["clip"] = NO_CLIP
-    return renamed
+    refuse_unknown("base", values, [field.name for field in dataclasses.fields(Hyperparameters)])
+    found = {("base_batch_size" if k == "batch_size" else k): v for k, v in values.items()}
+    return found if found.get("clip", "") is not None else {**found, "clip": NO_CLIP}
 
 
 BASE_FIELDS = tuple(base_fields(Hyperparameters()))
 """The fields of `TrainConfig` that are a base."""
+
+
+def _every(name: str, value: Any) -> int | str:
+    text = str(value)
+    if re.fullmatch(r"[1-9][0-9]*", text):
+        return int(text)
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?m", text) and float(text[:-1]):
+        return text
+    raise ValueError(
+        f"{name} must be a positive number of updates, or of minutes as in 10m. Received: {value!r}"
+    )
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """When checkpoints are taken, beside the end of each epoch, and what stays of them.
+
+    Raises:
+      UserError: a value out of range.
+    """
+
+    checkpoint_every: int | str | None = option(
+        "write a checkpoint every N steps, or minutes as in 10m, and after each epoch",
+        group=GROUP,
+        metavar="N|Nm",
+        check=_every,
+    )
+    keep: int = option(
+        "recent checkpoints to keep, in addition to the best epoch", 2, group=GROUP, kind="count"
+    )
+    saved_model: bool = option(
+        "write a SavedModel with the optimizer's state to RUN/model",
+        False,
+        group=GROUP,
+        kind="flag",
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def steps(self) -> int | None:
+        """Updates between checkpoints."""
+        return self.checkpoint_every if isinstance(self.checkpoint_every, int) else None
+
+    @property
+    def minutes(self) -> float | None:
+        """Minutes between checkpoints."""
+        every = self.checkpoint_every
+        return float(every[:-1]) if isinstance(every, str) else None

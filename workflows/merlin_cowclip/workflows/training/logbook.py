@@ -14,8 +14,7 @@ METRICS, FIELDS, NORMS, EVENTS = "metrics.csv", "fields.csv", "norms.csv", "logs
 class Logbook:
     """TensorBoard's events of one run; a context manager that opens and closes their file.
 
-    By TensorBoard's own writer: on Python 3.11, TensorFlow 2.12 keeps 48 bytes of every eager
-    tensor for ever, of which `tf.summary.scalar` makes ten.
+    By TensorBoard's own writer, since `tf.summary.scalar` leaks memory on Python 3.11.
 
     Args:
       run: the folder; `None` to write nothing, as of a trial, and of a rank that is not the first.

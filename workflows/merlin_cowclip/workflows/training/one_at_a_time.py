@@ -7,31 +7,34 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from merlin_cowclip.workflows.errors import UserError
 
 LOCK = ".lock"  # within the run
 
 
-@contextlib.contextmanager
-def locked(run: Path) -> Iterator[None]:
-    """Hold the run's lock, which the system lets go when the process ends, however it ends."""
+def locked(run: Path) -> IO[str]:
+    """Lock a run until the file that is returned is closed, or the process ends, however it ends.
+
+    Raises:
+      UserError: another process trains the run, or its folder cannot be written.
+    """
     try:
-        number = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        file = (run / LOCK).open("a")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(
+            f"a run must be trained by one process at a time. Received: {run}, which another one "
+            "trains. Wait for its end, or stop it"
+        ) from None
     except OSError as error:
         raise UserError(
             f"a run that is trained must be a folder that can be written. Received: {run}: "
             f"{error.strerror}. Name another, or copy it"
         ) from None
-    with os.fdopen(number, "w"):
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(
-                f"a run must be trained by one process at a time. Received: {run}, which another "
-                "one trains. Wait for its end, or stop it"
-            ) from None
-        yield
+    return file
 
 
 @contextlib.contextmanager

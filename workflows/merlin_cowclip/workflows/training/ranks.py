@@ -15,11 +15,9 @@ from merlin_cowclip.workflows.errors import AgreedError, UserError, clipped
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from merlin_cowclip.plugins.distributed.horovod import Ranks
     from merlin_cowclip.workflows.training.configuration import TrainConfig
 
+_HOROVOD = "merlin_cowclip.plugins.distributed.horovod"
 _ALIKE = ("data_sha256", "cardinalities", "spec", "identity", "precision", "versions")
 _VARIABLES = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
@@ -29,10 +27,12 @@ PATIENCE = 20  # seconds for the first process to say its sentence
 
 
 class Place(NamedTuple):
-    """Which of several processes this is."""
+    """Which of several processes this is; `local` ones are those of this machine."""
 
-    rank: int
-    size: int
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
 
 
 def launched() -> Place:
@@ -40,7 +40,7 @@ def launched() -> Place:
     for rank, size in _VARIABLES:
         if rank in os.environ and size in os.environ:
             return Place(int(os.environ[rank]), int(os.environ[size]))
-    return Place(0, 1)
+    return Place()
 
 
 def wait_for_the_first() -> None:
@@ -49,13 +49,21 @@ def wait_for_the_first() -> None:
     time.sleep(PATIENCE)
 
 
+def here() -> Place:
+    """This process among the ranks; TensorFlow, seconds of importing, is for several only."""
+    horovod = sys.modules.get(_HOROVOD)
+    if launched().size == 1 and (horovod is None or horovod.ranks().size == 1):
+        return Place()
+    return joined()
+
+
 @functools.cache
-def here() -> Ranks:
-    """This process among the ranks; of several on a machine, each has a GPU of its own from now."""
+def joined() -> Place:
+    """This process among Horovod's; of several on a machine, each has its own GPU from now on."""
     with quiet_imports():
         from merlin_cowclip.plugins._tensorflow import tf
         from merlin_cowclip.plugins.distributed.horovod import ranks
-    found = ranks()
+    found = Place(*ranks())
     if found.size == 1 < launched().size:
         raise AgreedError(
             "several ranks need Horovod with TensorFlow and their launcher's network. Received: "
@@ -70,14 +78,8 @@ def here() -> Ranks:
 
 
 def is_first() -> bool:
-    """Whether this process writes and speaks: the first rank, or the only one."""
-    return not _several() or here().rank == 0
-
-
-def _several() -> bool:
-    """Whether there are several, without TensorFlow's seconds of importing where there are not."""
-    joining = sys.modules.get("merlin_cowclip.plugins.distributed.horovod")
-    return launched().size > 1 or (joining is not None and joining.ranks().size > 1)
+    """Whether this process writes and prints: the first rank, or the only one."""
+    return here().rank == 0
 
 
 @contextlib.contextmanager
@@ -87,7 +89,7 @@ def agreed() -> Iterator[None]:
     Raises:
       AgreedError: on all ranks, with what the first of those that refuse says.
     """
-    if not _several():
+    if here().size == 1:
         yield
         return
     failure: Exception | None = None
@@ -98,53 +100,41 @@ def agreed() -> Iterator[None]:
     said = said_by_all(None if failure is None else str(failure) or type(failure).__name__)
     if failure is not None and not isinstance(failure, UserError):
         raise failure  # this rank's own: its traceback is wanted
-    reason = next((one for one in said if one is not None), None)
-    if reason is not None:
-        ranks = [rank for rank, one in enumerate(said) if one == reason]
+    if reasons := [one for one in said if one is not None]:
+        ranks = [rank for rank, one in enumerate(said) if one == reasons[0]]
         # The first speaks of itself, and of what it alone looks at.
         is_named = ranks != [0] and len(ranks) < len(said)
         where = f"on rank {', '.join(map(str, ranks))}: " if is_named else ""
-        raise AgreedError(where + reason) from failure
+        raise AgreedError(where + reasons[0]) from failure
 
 
 def said_by_all(value: Any) -> list[Any]:
     """What each rank says, fit for JSON, by rank; called on all at once."""
-    if not _several() or here().size == 1:
+    if here().size == 1:
         return [value]
     from merlin_cowclip.plugins.distributed.horovod import all_gather_object
 
     return all_gather_object(value)
 
 
-def mean_over_ranks(values: np.ndarray) -> np.ndarray:
-    """The mean of what all ranks have, of one shape; called on all at once."""
-    if here().size == 1 or not values.size:
-        return values
-    from merlin_cowclip.plugins.distributed.horovod import all_gather
-
-    gathered: np.ndarray = all_gather(values[None])
-    return gathered.mean(axis=0)
-
-
 def check_offered(config: TrainConfig) -> None:
     """Refuse what a run on several ranks cannot do yet, and what one process cannot share."""
-    if not _several() or here().size == 1:
-        if config.tables == "sharded":
-            raise UserError(
-                "tables='sharded' needs several ranks to share the rows. Received: one process. "
-                "Start it by horovodrun, as docs/scaling.md says, or leave it out"
-            )
-        return
-    if config.update == "deferred":
+    size = here().size
+    if size == 1 and config.tables == "sharded":
         raise UserError(
-            "a run on several ranks has no update='deferred' yet. Received: it on "
-            f"{here().size} ranks. Leave it out, or train in one process"
+            "tables='sharded' needs several ranks to share the rows. Received: one process. "
+            "Start it by horovodrun, as docs/scaling.md says, or leave it out"
+        )
+    if size > 1 and config.update == "deferred":
+        raise UserError(
+            f"a run on several ranks has no update='deferred' yet. Received: it on {size} ranks. "
+            "Leave it out, or train in one process"
         )
 
 
 def check_alike(record: Mapping[str, Any]) -> None:
     """Refuse ranks whose `config.json`s differ in data, configuration or versions, on all ranks."""
-    if not _several() or here().size == 1:
+    if here().size == 1:
         return
     from merlin_cowclip.plugins.distributed.horovod import check_same
 

@@ -16,15 +16,11 @@ def set_seeds(seed: int, *, deterministic: bool) -> None:
 
 
 @contextlib.contextmanager
-def in_precision(name: str | None) -> Iterator[None]:
-    """Keras's precision of layers that are made: "float32", "mixed_float16" or another policy.
-
-    Args:
-      name: the policy's; `None` for the one that the process has.
-    """
+def in_precision(name: str) -> Iterator[None]:
+    """Keras's precision of layers that are made: "float32", "mixed_float16" or another policy."""
     keras = tf.keras.mixed_precision
     before = keras.global_policy()
-    keras.set_global_policy(before if name is None else name)
+    keras.set_global_policy(name)
     try:
         yield
     finally:

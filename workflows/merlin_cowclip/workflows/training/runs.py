@@ -20,8 +20,7 @@ from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.folders import package_versions, refuse_pattern
 from merlin_cowclip.workflows.manifest import check_manifest, checksum
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig
 from merlin_cowclip.workflows.training.ranks import here
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.training.checkpoint import Checkpoint
 
 FORMAT_VERSION = 1
-WORKFLOW = "workflow.pkl"
 RESULT = "result.json"  # written last: without it the run did not finish
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -40,10 +38,9 @@ _AGAIN = "Train again into another folder."
 def inputs_of(data: PreparedData) -> dict[str, Any]:
     """What the inputs of a model trained on `data` mean, beside its vocabularies; fit for JSON.
 
-    `label`, `categorical`, `lists` and `continuous` are names; `ranges` what the numbers were
-    scaled by, and None for an adopted pipeline, by whose workflow's checksum it is known.
-    `special_ids` has by field how many ids unknown ones share by hash (`buckets`), and which id a
-    missing one has (`missing`). `spec` is how to read raw rows.
+    `spec` is how to read raw rows. `ranges`, by which numbers were scaled, is None for an adopted
+    pipeline, which its workflow's checksum identifies. `special_ids` has by field how many ids
+    unknown ones share by hash (`buckets`), and which id a missing one has (`missing`).
     """
     spec = data.spec
     return {
@@ -54,7 +51,7 @@ def inputs_of(data: PreparedData) -> dict[str, Any]:
         "continuous": sorted(spec.continuous),
         "ranges": data.record.get("ranges"),
         "special_ids": {field: _special_ids(data.schema[field]) for field in sorted(spec.ids)},
-        "pipeline": checksum(data.path / "workflow" / WORKFLOW),
+        "pipeline": checksum(data.path / "workflow" / "workflow.pkl"),
     }
 
 
@@ -64,28 +61,21 @@ COLUMNS = ("label", "categorical", "lists", "continuous")
 
 def columns_of(data: PreparedData) -> dict[str, Any]:
     """The columns of data by their role."""
-    inputs = inputs_of(data)
-    return {key: inputs[key] for key in COLUMNS}
+    return {key: value for key, value in inputs_of(data).items() if key in COLUMNS}
 
 
 def described(
-    data: PreparedData, config: TrainConfig, keeping: Keeping, *, drop_last: bool = False
+    data: PreparedData, config: TrainConfig, keeping: Keeping, **more: Any
 ) -> dict[str, Any]:
-    """A run's `config.json`: data, configuration, versions and machine.
-
-    `drop_last` is of the loader; on several ranks it always leaves out the last, smaller batch.
-    """
+    """A run's `config.json`: data, configuration, versions, machine, and `more`."""
     with quiet_imports():
         from merlin_cowclip.plugins._tensorflow import tf
-    ranks = here().size
-    record = {
+    return {
         "data": str(data.path.resolve()),
         "dataset": data.spec.name,
         "rows": data.rows,
         "cardinalities": data.cardinalities,
-        "table_rows": data.table_rows,
         "data_sha256": identity_of(data),
-        "train_sha256": identity_of(data, "train"),
         **inputs_of(data),
         **config.to_dict(),
         "scaled": config.hyperparameters.to_dict(),
@@ -93,9 +83,9 @@ def described(
         "precision": tf.keras.mixed_precision.global_policy().name,
         **environment(),
         "keeping": asdict(keeping),
+        "ranks": here().size,
+        **more,
     }
-    record |= {"ranks": ranks} if ranks > 1 else {}
-    return record | ({"drop_last": True} if drop_last or ranks > 1 else {})
 
 
 def config_in(record: Mapping[str, Any]) -> TrainConfig:
@@ -121,42 +111,33 @@ def environment(*others: str) -> dict[str, Any]:
     with quiet_imports():
         from merlin_cowclip.plugins._tensorflow import tf
     details = tf.config.experimental.get_device_details
-    gpus = [
-        details(device).get("device_name", device.name)  # which is a number among them alone
-        for device in tf.config.list_physical_devices("GPU")
-    ]
+    gpus = tf.config.list_physical_devices("GPU")  # whose name is a number among them alone
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     cpu = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
     machine = {
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "processor": cpu[1] if cpu else platform.processor(),
+        "gpus": [details(gpu).get("device_name", gpu.name) for gpu in gpus],
     }
     return {
         "versions": package_versions("merlin-models", "tensorflow", *others),
-        "machine": {**machine, "gpus": gpus},
+        "machine": machine,
     }
 
 
-def identity_of(data: PreparedData, part: str | None = None) -> str:
-    """A SHA-256, in hex, of the manifest of what is trained on: the same wherever the data lies.
-
-    Args:
-      data: what is trained on.
-      part: "train" or "test": of its rows alone.
-    """
+def identity_of(data: PreparedData) -> str:
+    """A SHA-256, in hex, of what is trained on: the same wherever the data lies."""
     record = data.record
     if "files" in record:  # adopted
         parts = {
             name: [{k: file[k] for k in ("bytes", "sha256", "rows")} for file in files]
             for name, files in record["files"].items()
-            if part in (None, name)
         }
     else:
-        of_rows = (*PARTS, SCHEMA) if part is None else (part,)
         manifest = record["manifest"]
-        parts = {name: manifest[name] for name in manifest if name.split("/")[0] in of_rows}
-    text = json.dumps([parts, record["rows"] if part is None else None], sort_keys=True)
+        parts = {n: manifest[n] for n in manifest if n.split("/")[0] in (*PARTS, SCHEMA)}
+    text = json.dumps([parts, record["rows"]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -166,6 +147,16 @@ def _special_ids(column: Any) -> dict[str, int]:
     properties = column.properties
     missing = UNKNOWN if properties.get("missing_as_unknown") else MISSING
     return {"buckets": int(properties.get("num_buckets") or 1), "missing": missing}
+
+
+def open_data(path: str | Path, elsewhere: str) -> PreparedData:
+    """The data of a run where they were; `elsewhere` is the command for another place."""
+    if not os.path.isdir(path):
+        raise UserError(
+            f"the data of a run must be where it was. Received: {path}, which is no folder. Name "
+            f"the place where it is now: {elsewhere}"
+        )
+    return PreparedData.open(path)
 
 
 def how_to_resume(run: Path, *, moved: bool = False) -> str:
@@ -252,21 +243,14 @@ class Run:
 
         Raises:
           UserError: it is no longer there, not whole, or of other rows, such as of another split,
-            whose test part it may have been trained on; or as `check_vocabulary`.
+            whose test part it may have been trained on.
         """
-        path = Path(self.config["data"])
-        if not os.path.isdir(path):
-            raise UserError(
-                f"the data of a run must be where it was. Received: {path}, which is no folder. "
-                f"Name the place where it is now: merlin-cowclip evaluate {self.path} DATA"
-            )
-        data = PreparedData.open(path)
+        data = open_data(self.config["data"], f"merlin-cowclip evaluate {self.path} DATA")
         if self.config["data_sha256"] != identity_of(data):
-            self.check_vocabulary(data)
             raise UserError(
-                f"the data of a run must be what it was when it began. Received: {path}, with "
+                f"the data of a run must be what it was when it began. Received: {data.path}, with "
                 "other rows: on those of its test part it may have been trained. To evaluate them "
-                f"all the same, name it: merlin-cowclip evaluate {self.path} {path}"
+                f"all the same, name it: merlin-cowclip evaluate {self.path} {data.path}"
             )
         return data
 
@@ -288,14 +272,13 @@ class Run:
         """The first thing in which data mean something else, or `None`."""
         its = {**inputs_of(data), "cardinalities": data.cardinalities}
         adopted = its["ranges"] is None or self.is_adopted
-        for key in ("cardinalities", *COLUMNS, *(() if adopted else ("ranges",)), "special_ids"):
+        for key in ("cardinalities", *COLUMNS, "special_ids", *([] if adopted else ["ranges"])):
             mine, other = self.config[key], its[key]
-            if mine == other:
-                continue
-            if isinstance(mine, dict):
+            if isinstance(mine, dict) and mine != other:
                 name = min(n for n in {**mine, **other} if mine.get(n) != other.get(n))
                 key, mine, other = f"{key} of {name!r}", mine.get(name), other.get(name)
-            return f"{key}: {other!r} instead of {mine!r}"
+            if mine != other:
+                return f"{key}: {other!r} instead of {mine!r}"
         if adopted and self.config["pipeline"] != its["pipeline"]:
             return "the pipeline that it was adopted from"
         # Vocabularies; and statistics of other fits, which a job may save where the last one did.
@@ -325,11 +308,7 @@ class Run:
         return rebuilt(self.checkpoint(which), self.train_config(), self.path / SCHEMA, self.config)
 
     def checkpoint(self, which: str = "last") -> Checkpoint:
-        """The checkpoint after the last epoch, or the best.
-
-        Args:
-          which: "last", or "best": after the epoch with the highest test AUC.
-        """
+        """The checkpoint after the last epoch, or after the one with the highest test AUC."""
         from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 
         step = self.result["last_step" if which == "last" else "best_step"]

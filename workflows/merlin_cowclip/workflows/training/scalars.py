@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from merlin_cowclip.plugins import FieldStatistics, RowStatistics
 
-_Quantity = Callable[[FieldStatistics], float | None]
-
-BY_FIELD: Mapping[str, _Quantity] = MappingProxyType(
-    {
-        "ids_per_batch": lambda field: field.all.rows / field.steps,
-        "rows_clipped": lambda field: field.all.share_of_rows_clipped,
-        "occurrences_clipped": lambda field: field.all.share_of_occurrences_clipped,
-        "gradient_norm_frequent": lambda field: field.frequent.gradient_norm,
-        "gradient_norm_rare": lambda field: field.rare.gradient_norm,
-        "weight_norm_frequent": lambda field: field.frequent.weight_norm,
-        "weight_norm_rare": lambda field: field.rare.weight_norm,
-    }
-)
-"""Quantity → its value for a field that was updated: the first part of a tag."""
-
+# Quantity, the first part of a tag → its value for a field that was updated.
+_QUANTITIES: dict[str, Callable[[FieldStatistics], float | None]] = {
+    "ids_per_batch": lambda field: field.all.rows / field.steps,
+    "rows_clipped": lambda field: field.all.share_of_rows_clipped,
+    "occurrences_clipped": lambda field: field.all.share_of_occurrences_clipped,
+    "gradient_norm_frequent": lambda field: field.frequent.gradient_norm,
+    "gradient_norm_rare": lambda field: field.rare.gradient_norm,
+    "weight_norm_frequent": lambda field: field.frequent.weight_norm,
+    "weight_norm_rare": lambda field: field.rare.weight_norm,
+}
 _OF_THE_CLIP = ("rows_clipped", "occurrences_clipped")
+
+
+def _values(field: FieldStatistics) -> dict[str, float | None]:
+    unseen = () if field.is_clipped else _OF_THE_CLIP
+    return {
+        name: None if not field.steps or name in unseen else value_of(field)
+        for name, value_of in _QUANTITIES.items()
+    }
 
 
 def field_rows(fields: Iterable[FieldStatistics]) -> list[dict[str, Any]]:
@@ -32,40 +34,33 @@ def field_rows(fields: Iterable[FieldStatistics]) -> list[dict[str, Any]]:
     `None`: the field was not updated, the clip does not apply to it, or a mean over no ids. Shares
     are from 0 to 1, norms are means over ids and steps.
     """
-    rows = []
-    for field in fields:
-        row: dict[str, Any] = {"table": field.table, "field": field.field}
-        for quantity, value_of in BY_FIELD.items():
-            unseen = not field.steps or (quantity in _OF_THE_CLIP and not field.is_clipped)
-            row[quantity] = None if unseen else value_of(field)
-        rows.append(row)
-    return rows
+    return [{"table": field.table, "field": field.field, **_values(field)} for field in fields]
 
 
 def field_scalars(fields: Iterable[FieldStatistics]) -> dict[str, float]:
     """The values that there are in `field_rows`, by tag, "quantity/table/field"."""
     return {
-        f"{quantity}/{row['table']}/{row['field']}": row[quantity]
-        for row in field_rows(fields)
-        for quantity in BY_FIELD
-        if row[quantity] is not None
+        f"{name}/{field.table}/{field.field}": value
+        for field in fields
+        for name, value in _values(field).items()
+        if value is not None
     }
 
 
 def summary_scalars(fields: Sequence[FieldStatistics]) -> dict[str, float | None]:
     """The same over all fields of the embeddings (tables of width 2 and more, where there are any).
 
-    One item for every quantity, whatever was seen, for a column of a file: `None` is an empty cell.
     What is of the clip is of all fields that it applies to, and of none other.
     """
     chosen = [field for field in fields if field.width > 1] or list(fields)
     steps = max((field.steps for field in chosen), default=0)
     frequent, rare = (_sum(getattr(f, kind) for f in chosen) for kind in ("frequent", "rare"))
-    whole = FieldStatistics("", "", 0, True, steps, frequent, rare)
     clipped = _sum(field.all for field in fields if field.is_clipped)
-    found = {name: value_of(whole) if steps else None for name, value_of in BY_FIELD.items()}
-    found["rows_clipped"] = clipped.share_of_rows_clipped
-    return found | {"occurrences_clipped": clipped.share_of_occurrences_clipped}
+    return {
+        **_values(FieldStatistics("", "", 0, True, steps, frequent, rare)),
+        "rows_clipped": clipped.share_of_rows_clipped,
+        "occurrences_clipped": clipped.share_of_occurrences_clipped,
+    }
 
 
 def _sum(parts: Iterable[RowStatistics]) -> RowStatistics:

@@ -1,10 +1,8 @@
-"""Finish the update in hand, save, then stop: on SIGINT, SIGTERM, SIGHUP or a time limit.
+"""Stop after the update in hand: on SIGINT, SIGTERM, SIGHUP or a time limit.
 
 The first signal, and the end of the time, only ask for it; the training loop looks after each
-update. A second signal has its previous handler.
-
-A signal comes to one rank: what it alone followed would leave the others waiting. So ranks tell
-each other at every `EVERY`th update, as it costs a millisecond.
+update. A second signal has its previous handler. A signal comes to one rank, so ranks tell each
+other of it, at every `EVERY`th update, as that costs a millisecond.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.ranks import said_by_all
+from merlin_cowclip.workflows.training.ranks import here, said_by_all
 
 EVERY = 10  # updates between two agreements of ranks
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -31,54 +29,39 @@ class Stopping:
     SIGHUP, stays so.
 
     Args:
-        max_minutes: how long it may take from `begin` on; `None` for no end.
-        several: whether this process is one of several ranks, which stop where all have agreed to.
+        max_minutes: how long it may take from now on; `None` for no end.
 
     Attributes:
-        asked: whether to stop after what is in hand.
-        number: the signal's that asked for it, here or on another rank.
+        asked: whether to stop after what is in hand; on several ranks, what they agreed on last.
+        number: the signal's that asked for it.
     """
 
-    def __init__(self, max_minutes: float | None = None, *, several: bool = False) -> None:
+    def __init__(self, max_minutes: float | None = None) -> None:
         if max_minutes is not None and not 0 < max_minutes < math.inf:
             raise UserError(f"max_minutes must be positive. Received: {max_minutes}. Correct it")
-        self._heard: int | None = None  # the first signal
+        self.asked = False
+        self.number: int | None = None
+        self._end = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
+        self._several, self._calls = here().size > 1, 0
+        self._heard: int | None = None  # the first signal of this rank
         self._heard_at = -math.inf
-        self._several, self._calls = several, 0
-        self._agreed: tuple[int | None, bool] = None, False
-        self._max_minutes = max_minutes
-        self._end: float | None = None
         self._before: dict[int, Any] = {}
 
-    def begin(self) -> None:
-        """The time that was given runs from the first call on."""
-        if self._end is None and self._max_minutes is not None:
-            self._end = time.monotonic() + 60 * self._max_minutes
-
-    @property
-    def number(self) -> int | None:  # noqa: D102
-        return self._agreed[0] if self._several else self._heard
-
-    @property
-    def asked(self) -> bool:  # noqa: D102
-        number, is_out_of_time = self._agreed if self._several else self._own()
-        return number is not None or is_out_of_time
-
-    def _own(self) -> tuple[int | None, bool]:
-        return self._heard, self._end is not None and time.monotonic() >= self._end
-
     def agree(self, is_due: bool = False, *, now: bool = False) -> bool:
-        """On several ranks, if it is time or `now`: agree on whether to stop.
+        """Look at the time; on several ranks, at every `EVERY`th call or `now`, agree on it all.
 
-        Returns whether something is due, as the first rank says.
+        Returns whether something else is due, as the first rank says.
         """
+        is_over = time.monotonic() >= self._end
         if not self._several:
+            self.asked = self.asked or is_over
             return is_due
         self._calls += 1
         if not now and self._calls % EVERY != 1:
             return False
-        numbers, are_out, due = zip(*said_by_all([*self._own(), is_due]), strict=True)
-        self._agreed = next((n for n in numbers if n is not None), None), any(are_out)
+        numbers, are_over, due = zip(*said_by_all([self._heard, is_over, is_due]), strict=True)
+        self.number = next((number for number in numbers if number is not None), None)
+        self.asked = self.number is not None or any(are_over)
         return bool(due[0])
 
     def __enter__(self) -> Stopping:
@@ -97,6 +80,8 @@ class Stopping:
         now = time.monotonic()
         if self._heard is None:
             self._heard, self._heard_at = number, now
+            if not self._several:
+                self.asked, self.number = True, number
         elif not self._several or now - self._heard_at >= _ONCE:
             self.__exit__()
             signal.raise_signal(number)

@@ -26,8 +26,7 @@ from merlin_cowclip.workflows.folders import (
 )
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig
 from merlin_cowclip.workflows.training.logbook import EVENTS
 from merlin_cowclip.workflows.training.one_at_a_time import LOCK, locked
 from merlin_cowclip.workflows.training.ranks import (
@@ -49,8 +48,10 @@ from merlin_cowclip.workflows.training.runs import (
     config_in,
     described,
     how_to_resume,
+    open_data,
     read_config,
 )
+from merlin_cowclip.workflows.training.scalars import clip_sentence
 from merlin_cowclip.workflows.training.stopping import Stopping
 
 with quiet_imports():
@@ -59,13 +60,13 @@ with quiet_imports():
     from merlin_cowclip.plugins import CowClipOptimizer, save_model, whole_tables
     from merlin_cowclip.plugins._tensorflow import mm, tf
     from merlin_cowclip.workflows.training.checkpoint import Checkpoints
-    from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
+    from merlin_cowclip.workflows.training.evaluation import Quality
     from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.rebuilding import begin_from
     from merlin_cowclip.workflows.training.reproducibility import in_precision, set_seeds
     from merlin_cowclip.workflows.training.trainer import Trainer
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
 
 def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
@@ -123,9 +124,9 @@ def train(
     """Train a model on `data`, in the run folder `out`, which is made now.
 
     After each epoch the test part's exact AUC, log loss and calibration are measured (None without
-    a test part) and a checkpoint is written. The times in the result are training time only. Until
-    the first checkpoint an error or an interrupt removes the folder; later it stays, and `resume`
-    continues, bit-identical to an uninterrupted run. The process's random seeds are set.
+    a test part) and a checkpoint is written. Until the first checkpoint an error or an interrupt
+    removes the folder; later it stays, and `resume` continues, bit-identical to an uninterrupted
+    run. The process's random seeds are set.
 
     Args:
       data: the prepared folder.
@@ -145,15 +146,15 @@ def train(
         has its previous handler.
     """
     out = Path(out)
+    lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     with agreed():
-        stopping = Stopping(max_minutes, several=here().size > 1)
+        stopping = Stopping(max_minutes)
         loader = check(data, config, out)
-        record = described(data, config, keeping or Keeping())
-        if jobs > 1:
-            record["jobs"] = jobs
+        more: dict[str, Any] = {"drop_last": here().size > 1, "jobs": jobs, "warm_start": None}
         if warm_start is not None:
             check_warm_start(data, config, warm_start, keep_optimizer)
-            record["warm_start"] = [str(Path(warm_start).resolve()), keep_optimizer]
+            more["warm_start"] = [str(Path(warm_start).resolve()), keep_optimizer]
+        record = described(data, config, keeping or Keeping(), **more)
     check_alike(record)
     with agreed():
         if is_first():
@@ -161,7 +162,8 @@ def train(
                 shutil.copytree(data.path / "workflow", folder / "workflow")
                 shutil.copyfile(data.path / SCHEMA, folder / SCHEMA)
                 write_json(folder / CONFIG, record)
-    with _held(out), _left_behind(out, new=True), as_user_errors(data, out):
+            lock = locked(out)
+    with lock, _left_behind(out, new=True), as_user_errors(data, out):
         return _train(config, loader, out, record, stopping, progress)
 
 
@@ -176,22 +178,12 @@ def check_warm_start(
         raise UserError(f"{run} has another network. Train with its options: --config {run}")
     if config.tables == "sharded":
         raise UserError("a warm start needs replicated tables. Leave --tables out")
-    schedules = [(one.dense_schedule, one.embedding_schedule) for one in (config, was)]
-    if keep_optimizer and (config.update != was.update or schedules != [(None, None)] * 2):
+    schedules = [one.dense_schedule or one.embedding_schedule for one in (config, was)]
+    if keep_optimizer and (config.update != was.update or any(schedules)):
         raise UserError(
             f"--keep-optimizer needs the update mode of {run}, {was.update}, and no learning-rate "
             "schedules in either run, because steps go on counting. Leave it out, or change these"
         )
-
-
-@contextlib.contextmanager
-def _held(run: Path) -> Iterator[None]:
-    """Hold the run's lock, by the first rank."""
-    with contextlib.ExitStack() as stack:
-        with agreed():
-            if is_first():
-                stack.enter_context(locked(run))
-        yield
 
 
 def resume(
@@ -221,97 +213,82 @@ def resume(
         changed.
       Stopped: as `train`.
     """
-    path = Path(run)
+    path, mine = Path(run), None
+    lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     with agreed():
-        stopping = Stopping(max_minutes, several=here().size > 1)
-        mine = read_config(path) if is_first() else None
+        stopping = Stopping(max_minutes)
+        if is_first():
+            mine, lock = read_config(path), locked(path)
     before = said_by_all(mine)[0]
-    with _held(path), in_precision(before["precision"]):
+    with lock, in_precision(before["precision"]):
         with agreed():
-            config, opened, record = _reopened(before, path, data, epochs, jobs)
-            loader = check_trainable(opened, config, before.get("drop_last", False))
+            config, loader, record = _reopened(before, path, data, epochs, jobs)
         check_alike(record)
-        _warn_of_changes(before, record)
-        with _left_behind(path), as_user_errors(opened, path):
+        changes = [
+            f"{name} {record[kind].get(name)} instead of {was}"
+            for kind in ("versions", "machine")
+            for name, was in before[kind].items()
+            if record[kind].get(name) != was
+        ]
+        if changes:
+            warnings.warn(
+                f"the run resumes, but the result will not be bit-identical: {', '.join(changes)}",
+                Notice,
+                stacklevel=2,
+            )
+        with _left_behind(path), as_user_errors(loader.data, path):
             return _train(config, loader, path, record, stopping, progress)
 
 
 def _reopened(
     before: Mapping[str, Any], run: Path, moved: str | Path | None, epochs: int | None, jobs: int
-) -> tuple[TrainConfig, PreparedData, dict[str, Any]]:
-    """What a run trains from now on, on its data where they are now; and its new `config.json`.
-
-    Args:
-      before: its `config.json`.
-      run: the folder.
-      moved: where the data are, if they have moved.
-      epochs: how many to train; `None`: as before.
-      jobs: as of `train`.
-    """
+) -> tuple[TrainConfig, Loader, dict[str, Any]]:
+    """What a run trains from now on, and its new `config.json`; `before` is its `config.json`."""
     was = config_in(before)
     config = with_epochs(was, epochs, run)
-    if (run / RESULT).exists() and config == was:
+    if (run / RESULT).exists():
+        if config == was:
+            raise UserError(
+                f"a run to resume must not be finished. Received: {run}, which has all of its "
+                f"{was.epochs} epochs. Raise them: {how_to_resume(run)} --epochs N"
+            )
+        if not Checkpoints(run / CHECKPOINTS).steps():
+            raise UserError(
+                f"a finished run resumes from its last checkpoint. Received: {run}, without one. "
+                "Put it back, or train another run"
+            )
+    data = open_data(before["data"] if moved is None else moved, how_to_resume(run, moved=True))
+    drop_last = before["drop_last"] or not data.rows["train"] % config.batch_size
+    if here().size > 1 and not drop_last:
         raise UserError(
-            f"a run to resume must not be finished. Received: {run}, which has all of its "
-            f"{was.epochs} epochs. Raise them: {how_to_resume(run)} --epochs N"
+            f"{run} resumes in one process only: several ranks would leave out the last, smaller "
+            "batch of each epoch"
         )
-    path = Path(before["data"] if moved is None else moved)
-    if not os.path.isdir(path):
-        raise UserError(
-            f"the data of a run must be there. Received: {path}, which is no folder. If it was "
-            f"moved, name its place: {how_to_resume(run, moved=True)}"
-        )
-    data, dropped = PreparedData.open(path), before.get("drop_last", False)
-    now = described(data, config, Keeping(**before["keeping"]), drop_last=dropped)
+    more = {"warm_start": before["warm_start"], "jobs": max(jobs, before["jobs"])}
+    now = described(data, config, Keeping(**before["keeping"]), drop_last=drop_last, **more)
     for key in ("data_sha256", "cardinalities", *COLUMNS):  # adopted parquet: its columns' meaning
         if before[key] != now[key]:
             raise UserError(
-                f"the data of a run must be what it was when it began. Received: {path}, with "
+                f"the data of a run must be what it was when it began. Received: {data.path}, with "
                 f"{key} {clipped(repr(now[key]))} instead of {clipped(repr(before[key]))}. Put the "
                 "data back, or train another run"
             )
-    left = data.rows["train"] % config.batch_size
-    if here().size > 1 and left and not dropped:
-        raise UserError(
-            "a run of one process resumes on several ranks if its batches are equal. "
-            f"Received: {run}, whose epochs end with a batch of {left:,} of {config.batch_size:,} "
-            "rows. Resume in one process"
-        )
-    now |= {"warm_start": before["warm_start"]} if "warm_start" in before else {}
-    most = max(jobs, before.get("jobs", 1))
-    return config, data, now | ({"jobs": most} if most > 1 else {})
+    return config, check_trainable(data, config, drop_last), now
 
 
 def with_epochs(config: TrainConfig, epochs: int | None, run: Path) -> TrainConfig:
     """The configuration with more epochs; `None`: as it is."""
     if epochs is None or epochs == config.epochs:
         return config
-    names = ("dense_schedule", "embedding_schedule")
-    falling = [n for n in names if (getattr(config, n) or {}).get("epochs", 0) is None]
-    if epochs < config.epochs or falling:
-        why = f", and {falling[0]} ends with the last epoch" if falling else ""
+    falling = [one for one in (config.dense_schedule, config.embedding_schedule) if one]
+    depends = any(one.get("epochs", 0) is None for one in falling if isinstance(one, Mapping))
+    if epochs < config.epochs or depends:
         raise UserError(
-            "epochs of a run can only be raised, and only where no learning rate depends on them. "
-            f"Received: {epochs}, for {config.epochs} in {run / CONFIG}{why}. Leave them out, or "
+            "epochs of a run can only be raised, and only where no learning rate falls over all of "
+            f"them. Received: {epochs}, for {config.epochs} in {run / CONFIG}. Leave them out, or "
             "train another run"
         )
     return dataclasses.replace(config, epochs=epochs)
-
-
-def _warn_of_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warn of other versions and another machine, with which the last digits may differ."""
-    changes = [
-        f"{name} {now[kind].get(name)} instead of {was}"
-        for kind in ("versions", "machine")
-        for name, was in before[kind].items()
-        if now[kind].get(name) != was
-    ]
-    if changes:
-        warnings.warn(
-            f"the run resumes, but the result will not be bit-identical: {', '.join(changes)}",
-            Notice,
-            stacklevel=3,
-        )
 
 
 def _train(
@@ -331,18 +308,16 @@ def _train(
             )
     tf.keras.backend.clear_session()
     set_seeds(config.seed, deterministic=config.deterministic)
-    data, keeping = loader.data, Keeping(**record["keeping"])
-    test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
-    options: dict[str, Any] = {"run": run, "keeping": keeping, "show": progress}
+    keeping = Keeping(**record["keeping"])
     with agreed():
-        trainer = Trainer(data, config, loader, test, stopping, **options)
+        trainer = Trainer(config, loader, stopping, run=run, keeping=keeping, show=progress)
     trainer.restore_last()
     with agreed():
         if is_first():
             (run / RESULT).unlink(missing_ok=True)
             remove(*run.glob(".*.partial"))  # what a killed process was writing
             write_json(run / CONFIG, record)
-    if "warm_start" in record and not trainer.step:
+    if record["warm_start"] and not trainer.step:
         other, keeps = record["warm_start"]
         with agreed():
             begin_from(Run.open(other), trainer.model, trainer.optimizer, keep_optimizer=keeps)
@@ -359,7 +334,8 @@ def _train(
     with stopping:
         for _ in trainer.epochs():
             pass
-    clip = trainer.clip_summary()  # by sums over all ranks, of sharded tables
+    # By sums over all ranks, of sharded tables.
+    clip = clip_sentence(trainer.statistics.total(), config.clip)
     result = None
     with whole_tables(trainer.model), agreed():
         if is_first():
@@ -367,7 +343,7 @@ def _train(
                 remove(run / "model")  # half a one, if a process was killed here before
                 save_model(trainer.model, run / "model")
             more = {"parameters": sizes, "clip": clip, "config": record}
-            result = _write_result(run, trainer, more)
+            result = _write_result(run, trainer, loader.rows_per_epoch, more)
     return Run(run, said_by_all(result)[0])  # other ranks may have other disks
 
 
@@ -379,29 +355,31 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
     except BaseException as error:
         if not is_first():  # the run is the first rank's
             raise
-        has_checkpoint = bool(Checkpoints(run / CHECKPOINTS).steps())
-        if new and not has_checkpoint:
+        is_saved = bool(Checkpoints(run / CHECKPOINTS).steps())
+        if new and not is_saved:
             remove(run)
-        diverged = isinstance(error, NotFiniteError) or isinstance(error.__cause__, NotFiniteError)
-        if isinstance(error, UserError) and has_checkpoint and not diverged:
+        diverged = NotFiniteError in (type(error), type(error.__cause__))
+        if isinstance(error, UserError) and is_saved and not diverged:
             how = f"{str(error).rstrip('.')}. Resume with: {how_to_resume(run)}"
             raise type(error)(how) from error.__cause__
         raise
 
 
-def _write_result(run: Path, trainer: Trainer, more: Mapping[str, Any]) -> dict[str, Any]:
+def _write_result(
+    run: Path, trainer: Trainer, rows: int, more: Mapping[str, Any]
+) -> dict[str, Any]:
     epochs = trainer.progress.epochs
     seconds = sum(epoch["seconds"] for epoch in epochs)
     result = {
         "format": FORMAT_VERSION,
-        **{name: epochs[-1][name] for name in ("auc", "log_loss", "calibration")},
+        **{name: epochs[-1][name] for name in Quality._fields},
         "best_epoch": trainer.progress.best,
         "best_step": trainer.best_step,
         "last_step": trainer.step,
         "epochs": epochs,
-        "samples_per_second": trainer.rows * len(epochs) / seconds,
+        "samples_per_second": rows * len(epochs) / seconds,
         "train_seconds": seconds,
-        "jobs": more["config"].get("jobs", 1),
+        "jobs": more["config"]["jobs"],
         **more,
         "manifest": manifest_of(run, without=(EVENTS, CHECKPOINTS, LOCK)),
     }
@@ -414,25 +392,26 @@ def as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
     """Errors of a full disk, want of memory, a loader or another rank, as such."""
     try:
         yield
-    except (OSError, tf.errors.OpError) as error:  # shutil.Error has many errors, and no errno
-        full = getattr(error, "errno", None) in _FULL
-        if full or any(os.strerror(number) in str(error) for number in _FULL):
-            raise UserError(
+    except (OSError, tf.errors.OpError) as error:
+        if any(reason in str(error) for reason in _FULL):
+            what = (
                 f"output needs disk space. Received: none left for {out}. Free some, or name a "
                 "folder on another disk"
-            ) from None
-        if "Horovod has been shut down" in str(error):
-            raise UserError(
-                "all ranks must reach the end. Received: one that has ended before; what it "
-                "said is on the terminal, or in its machine's log"
-            ) from None
-        if isinstance(error, tf.errors.ResourceExhaustedError):
-            raise UserError(
+            )
+        elif "Horovod has been shut down" in str(error):
+            what = (
+                "all ranks must reach the end. Received: one that has ended before; what it said "
+                "is on the terminal, or in its machine's log"
+            )
+        elif isinstance(error, tf.errors.ResourceExhaustedError):
+            what = (
                 "a step must fit into memory. Received: less than it takes "
                 f"({str(error).splitlines()[0][:200]}). Choose a smaller batch size or network"
-            ) from None
-        PreparedData.open(data.path)  # what a loader met in a thread is an error of TensorFlow's
-        raise
+            )
+        else:
+            PreparedData.open(data.path)  # what a loader met in a thread is TensorFlow's error
+            raise
+        raise UserError(what) from None
 
 
 def count_parameters(model: mm.Model, optimizer: CowClipOptimizer) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""A watch on a run: what is not finite ends it within `EVERY` updates, with its name."""
+"""NaN detection: what is not finite ends a run within `EVERY` updates, with its name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.ranks import agreed, mean_over_ranks
+from merlin_cowclip.workflows.training.ranks import agreed, said_by_all
 
 EVERY = 25  # updates between two looks
 
@@ -43,26 +43,24 @@ class Watch:
         Raises:
           NotFiniteError: a loss, a gradient or a weight is NaN or infinite; which, and since when.
         """
-        losses = mean_over_ranks(np.array([float(loss) for loss in self._losses]))
-        with agreed():
-            bad, broken = np.flatnonzero(~np.isfinite(losses)), [*self._optimizer.not_finite()]
-            broken += [v.name for v in weights if not bool(tf.reduce_all(tf.math.is_finite(v)))]
-            if len(bad) or broken:
-                raise NotFiniteError(self._problem(step, losses, bad, list(map(str, broken))))
+        losses = np.mean(said_by_all([float(loss) for loss in self._losses]), axis=0)
         self._losses = []
-
-    def _problem(self, step: int, losses: Any, bad: np.ndarray, broken: list[str]) -> str:
-        first = step - len(losses) + 1
-        when, loss = f"between updates {min(first, step):,} and {step:,}", losses[-1:]
-        if len(bad):
-            step, loss = first + int(bad[0]), losses[bad[:1]]
-            when = f"in update {step:,}"
-        named = f", with {', '.join(broken[:4])}" if broken else ""
-        hp = self._config.hyperparameters
-        return (
-            "loss, gradients and weights must stay finite. Received: loss "
-            f"{', '.join(f'{value:g}' for value in loss)} {when}, epoch "
-            f"{(step - 1) // self._steps + 1}{named}. The run diverged, with "
-            f"dense_lr={hp.dense_lr:.6g}, embedding_lr={hp.embedding_lr:.6g}: lower them. If it "
-            "does so with any, look for NaN among the numbers of adopted data"
-        )
+        with agreed():
+            broken = [str(one) for one in self._optimizer.not_finite()]
+            broken += [v.name for v in weights if not bool(tf.reduce_all(tf.math.is_finite(v)))]
+            bad, hp = np.flatnonzero(~np.isfinite(losses)), self._config.hyperparameters
+            if not len(bad) and not broken:
+                return
+            first, loss = step - len(losses) + 1, losses[-1:]
+            when = f"between updates {min(first, step):,} and {step:,}"
+            if len(bad):
+                step, loss = first + int(bad[0]), losses[bad[:1]]
+                when = f"in update {step:,}"
+            named = f", with {', '.join(broken[:4])}" if broken else ""
+            raise NotFiniteError(
+                "loss, gradients and weights must stay finite. Received: loss "
+                f"{', '.join(f'{value:g}' for value in loss)} {when}, epoch "
+                f"{(step - 1) // self._steps + 1}{named}. The run diverged, with "
+                f"dense_lr={hp.dense_lr:.6g}, embedding_lr={hp.embedding_lr:.6g}: lower them. If "
+                "it does so with any, look for NaN among the numbers of adopted data"
+            )
