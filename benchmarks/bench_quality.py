@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, QualityOf
+from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, MetricAccumulator
 
 
 def measure(rows: int) -> None:
@@ -27,7 +27,7 @@ def measure(rows: int) -> None:
     probabilities = random.beta(1, 4, 64 * EVALUATION_BATCH).astype(np.float32)
     labels = (random.random(len(probabilities)) < probabilities).astype(np.float32)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    ranks, seconds = QualityOf(), 0.0
+    ranks, seconds = MetricAccumulator(), 0.0
     for start in range(0, rows, EVALUATION_BATCH):
         at = start % len(labels)
         piece = slice(at, at + min(EVALUATION_BATCH, rows - start))

@@ -13,7 +13,7 @@ from merlin_cowclip.plugins._tensorflow import Schema
 from merlin_cowclip.plugins.distributed.gradients import RowSums, all_gather_rows, all_reduce_dense
 from merlin_cowclip.plugins.distributed.horovod import all_gather_object, ranks
 from merlin_cowclip.plugins.saving.gather_tables import whole_rows
-from merlin_cowclip.workflows.training.evaluation import QualityOf
+from merlin_cowclip.workflows.training.evaluation import MetricAccumulator
 from tests.plugins.merlin_models import category
 from tests.ranks import scripts, sok_program
 from tests.ranks.cases import CASES, LAUNCHES, trained
@@ -62,7 +62,7 @@ def quality(rank: int, size: int) -> list[float]:
     """Of 50 rows, of which the ranks have every N-th each."""
     random = np.random.default_rng(0)
     labels, clicks = random.integers(0, 2, 50), random.random(50).round(1).astype(np.float32)
-    found = QualityOf()
+    found = MetricAccumulator()
     found.add(labels[rank::size], clicks[rank::size])
     return list(found.quality(size))
 

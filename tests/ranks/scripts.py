@@ -20,7 +20,7 @@ from merlin_cowclip.plugins import (
 from merlin_cowclip.plugins._tensorflow import Schema
 from merlin_cowclip.plugins.distributed.horovod import all_gather_object
 from merlin_cowclip.plugins.optimizers.state import state_of
-from merlin_cowclip.workflows import Keeping, Loader, TrainConfig, train
+from merlin_cowclip.workflows import CheckpointConfig, Loader, TrainConfig, train
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from tests.plugins.merlin_models import NUMBER, SCHEMA, TARGET, category
 from tests.ranks.cases import HP, Case, batches, in_shards, ours
@@ -217,8 +217,8 @@ def in_half_precision(folder: Path, data: Path, rank: int, ranks: int) -> dict[s
     try:
         prepared = PreparedData.open(data)
         config = TrainConfig(batch_size=18, epochs=1, embedding_dim=3, mlp=(6,))
-        saved = Keeping(saved_model=True)
-        run = train(prepared, config, folder / "half", keeping=saved, progress=False)
+        saved = CheckpointConfig(saved_model=True)
+        run = train(prepared, config, folder / "half", checkpointing=saved, progress=False)
         model = load_model(run.path / "model")
         scaling, inner = model.optimizer, model.optimizer.inner_optimizer
         found = [type(scaling).__name__, int(inner.iterations), float(inner.learning_rate)]

@@ -82,9 +82,9 @@ def test_two_ranks_resume_a_run_of_one_process_and_run_out_of_time(
     data, one, tmp_path, monkeypatch
 ):
     run = tmp_path / "run"
-    from merlin_cowclip.workflows.training.watch import Watch
+    from merlin_cowclip.workflows.training.nan_check import NanCheck
 
-    see = Watch.see
+    see = NanCheck.see
 
     def until(watch, step, loss):
         see(watch, step, loss)
@@ -92,7 +92,7 @@ def test_two_ranks_resume_a_run_of_one_process_and_run_out_of_time(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Watch, "see", until)
+        patched.setattr(NanCheck, "see", until)
         options = [str(option) for option in (*OPTIONS, *EVERY)]
         assert main(["train", str(data), "--out", str(run), *options]) == 130
     assert steps_of(run) == [2]

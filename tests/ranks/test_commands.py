@@ -148,7 +148,7 @@ def test_what_is_refused_is_said_once(tmp_path, command, words):
 
 
 def test_deferred_updates_are_refused(monkeypatch):
-    monkeypatch.setattr(ranks_of_runs, "here", lambda: Ranks(0, 2, 0, 2))
+    monkeypatch.setattr(ranks_of_runs, "rank_info", lambda: Ranks(0, 2, 0, 2))
     with pytest.raises(UserError, match="on several ranks has no update='deferred' yet"):
         ranks_of_runs.check_offered(TrainConfig(batch_size=18, update="deferred"))
 
@@ -156,7 +156,7 @@ def test_deferred_updates_are_refused(monkeypatch):
 def test_ranks_of_other_versions_are_refused(monkeypatch):
     mine = {key: key for key in ranks_of_runs._ALIKE} | {"versions": {"numpy": "1.23.5", "tf": "2"}}
     theirs = {**mine, "versions": {"numpy": "1.24.0", "tf": "2"}}
-    monkeypatch.setattr(ranks_of_runs, "here", lambda: Ranks(0, 2, 0, 2))
+    monkeypatch.setattr(ranks_of_runs, "rank_info", lambda: Ranks(0, 2, 0, 2))
     monkeypatch.setattr(horovod, "all_gather_object", lambda value: [value, theirs])
     words = "same data, .* Received: versions numpy 1.23.5 on rank 0, 1.24.0 on rank 1"
     with pytest.raises(AgreedError, match=words):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from merlin_cowclip.workflows.training.evaluation import QualityOf
+from merlin_cowclip.workflows.training.evaluation import MetricAccumulator
 
 from .cases import CASES, LAUNCHES, trained
 from .launch import needs_horovod
@@ -90,7 +90,7 @@ def test_joins(launched, launch):
 def test_metrics_are_of_the_rows_of_all_ranks(launched, launch):
     random = np.random.default_rng(0)
     labels, clicks = random.integers(0, 2, 50), random.random(50).round(1).astype(np.float32)
-    whole = QualityOf()
+    whole = MetricAccumulator()
     whole.add(labels, clicks)
     for one in told(launched(launch)):
         np.testing.assert_allclose(one["quality"], whole.quality(), rtol=1e-12)

@@ -13,16 +13,16 @@ def main(rank: str, update: str, *arguments: str) -> int:
     from merlin_cowclip.workflows.commands.main import main as command
 
     if os.environ["HOROVOD_RANK"] == rank:
-        from merlin_cowclip.workflows.training.watch import Watch
+        from merlin_cowclip.workflows.training.nan_check import NanCheck
 
-        see = Watch.see
+        see = NanCheck.see
 
-        def see_and_die(watch: Watch, step: int, loss: Any) -> None:
+        def see_and_die(watch: NanCheck, step: int, loss: Any) -> None:
             if step == int(update):
                 os.kill(os.getpid(), signal.SIGKILL)
             see(watch, step, loss)
 
-        Watch.see = see_and_die  # type: ignore[method-assign]
+        NanCheck.see = see_and_die  # type: ignore[method-assign]
     return command(arguments)
 
 

@@ -16,7 +16,11 @@ from merlin_cowclip.workflows.commands.studying import _setting
 from merlin_cowclip.workflows.commands.training import train_config
 from merlin_cowclip.workflows.commands.tuning import tune_config
 from merlin_cowclip.workflows.errors import Notice, UserError
-from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig, base_fields
+from merlin_cowclip.workflows.training.configuration import (
+    CheckpointConfig,
+    TrainConfig,
+    base_fields,
+)
 
 K = 1024
 OF_KINDS = {  # kind → a value on the command line, and as it is read
@@ -47,7 +51,9 @@ def config_of(options: str, dataset: str = "") -> TrainConfig:
     return train_config(params(f"train data --out run {options}"), data_of(dataset))[0]
 
 
-@pytest.mark.parametrize("field", [*dataclasses.fields(TrainConfig), *dataclasses.fields(Keeping)])
+@pytest.mark.parametrize(
+    "field", [*dataclasses.fields(TrainConfig), *dataclasses.fields(CheckpointConfig)]
+)
 def test_a_field_is_an_option(field):
     of, name = field.metadata, (field.metadata["flag"] or field.name).replace("_", "-")
     if of["kind"] == "flag":

@@ -23,7 +23,7 @@ from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.study import workers
 from merlin_cowclip.workflows.study.studies import STUDIES, Setting
 from merlin_cowclip.workflows.study.sweep import run_name, sweep
-from merlin_cowclip.workflows.training.configuration import Keeping
+from merlin_cowclip.workflows.training.configuration import CheckpointConfig
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 
@@ -71,8 +71,8 @@ def test_runs_are_those_of_train(swept, data, tmp_path):
     out, table = swept
     config = dataclasses.replace(SETTING.run("cowclip", 512), seed=2)
     first = out / "runs" / run_name(dataclasses.replace(config, seed=1), "full")
-    keeping = Keeping(saved_model=False)
-    alone = train(data, config, tmp_path / "alone", keeping=keeping, progress=False)
+    checkpointing = CheckpointConfig(saved_model=False)
+    alone = train(data, config, tmp_path / "alone", checkpointing=checkpointing, progress=False)
     tf.config.run_functions_eagerly(True)
     run = Run.open(out / "runs" / run_name(config, "full"))
     assert run.result["auc"] == alone.result["auc"]

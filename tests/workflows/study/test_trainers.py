@@ -13,7 +13,7 @@ from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.study.search_space import CHOICES, Point
 from merlin_cowclip.workflows.study.tune import Trainers
-from merlin_cowclip.workflows.training.configuration import Keeping
+from merlin_cowclip.workflows.training.configuration import CheckpointConfig
 from merlin_cowclip.workflows.training.reproducibility import in_precision
 from merlin_cowclip.workflows.training.stopping import Stopping
 
@@ -77,8 +77,10 @@ def test_reused_as_if_new(rows, tmp_path, update, clip):
         weights = {name: v.numpy() for name, v in weights_of(trainer.model).items()}
         trials.append((trial, epochs, weights))
     for number, (trial, epochs, weights) in enumerate(trials):
-        keeping = Keeping(saved_model=False)
-        run = train(rows, trial, tmp_path / str(number), keeping=keeping, progress=False)
+        checkpointing = CheckpointConfig(saved_model=False)
+        run = train(
+            rows, trial, tmp_path / str(number), checkpointing=checkpointing, progress=False
+        )
         for ours, theirs in zip(epochs, run.result["epochs"], strict=True):
             names = ours.keys() - {"seconds"}
             assert {n: ours[n] for n in names} == {n: theirs[n] for n in names}

@@ -23,7 +23,7 @@ from merlin_cowclip.workflows.study.largest_batch import largest_batch
 from merlin_cowclip.workflows.study.search_space import Point
 from merlin_cowclip.workflows.study.tune import Trainers, tune
 from merlin_cowclip.workflows.study.tuned import Tuned, difference
-from merlin_cowclip.workflows.training.configuration import Keeping
+from merlin_cowclip.workflows.training.configuration import CheckpointConfig
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.stopping import Stopping
 
@@ -410,8 +410,8 @@ class TestTrials:
         trained = config.train_config(dataclasses.replace(config.rules["cowclip"], rates="falling"))
         epochs = list(Trainers(rows).epochs(trained, Stopping()))
         tf.config.run_functions_eagerly(True)
-        keeping = Keeping(saved_model=False)
-        run = train(rows, trained, tmp_path / "run", keeping=keeping, progress=False)
+        checkpointing = CheckpointConfig(saved_model=False)
+        run = train(rows, trained, tmp_path / "run", checkpointing=checkpointing, progress=False)
         names = ("auc", "log_loss", "calibration", "train_loss")
         for ours, theirs in zip(epochs, run.result["epochs"], strict=True):
             assert [ours[name] for name in names] == [theirs[name] for name in names]

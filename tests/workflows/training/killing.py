@@ -59,7 +59,7 @@ def _kill() -> None:
 
 
 End = Callable[[], None]
-Place = Callable[[End], None]
+RankInfo = Callable[[End], None]
 
 
 def _at(
@@ -68,7 +68,7 @@ def _at(
     when: Callable[..., bool] = lambda *_, **__: True,
     *,
     after: bool = False,
-) -> Place:
+) -> RankInfo:
     """At the first call of `owner().name` for which `when` holds: before it, or after it."""
 
     def install(end: End) -> None:
@@ -141,8 +141,8 @@ def _to(name: str) -> Callable[..., bool]:
     return lambda _, to: Path(to).name.startswith(name)
 
 
-_WATCH, _OS = _of("watch", "Watch"), lambda: os
-PLACES: dict[str, Place] = {
+_WATCH, _OS = _of("nan_check", "NanCheck"), lambda: os
+PLACES: dict[str, RankInfo] = {
     "before the first update": _at(_of("trainer", "Trainer"), "epochs"),
     "before there is a network": _at(_of("trainer"), "network"),
     "in an epoch": _at(_WATCH, "see", _update(5)),
@@ -153,7 +153,7 @@ PLACES: dict[str, Place] = {
     ),
     "before the checkpoint has its name": _at(_OS, "rename", _to("step-")),
     "once the checkpoint has its name": _at(_OS, "rename", _to("step-"), after=True),
-    "while evaluating": _at(_of("evaluation", "QualityOf"), "add", after=True),
+    "while evaluating": _at(_of("evaluation", "MetricAccumulator"), "add", after=True),
     "while metrics.csv is written": _at(_OS, "replace", _to("metrics.csv")),
     "between the evaluation and its checkpoint": _at(_of("trainer"), "write_csv", after=True),
     "while a checkpoint is restored": _at(_of("checkpoint", "Checkpoint"), "restore"),
@@ -161,7 +161,7 @@ PLACES: dict[str, Place] = {
     "while the result is written": _at(_OS, "replace", _to("result.json")),
     "once the result is written": _at(_OS, "replace", _to("result.json"), after=True),
 }
-MORE_PLACES: dict[str, Place] = {
+MORE_PLACES: dict[str, RankInfo] = {
     "in the second epoch": _at(_WATCH, "see", lambda watch, step, loss: step == 18),
     "twice, while the tensors are written": _twice,
 }

@@ -12,13 +12,17 @@ from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.plugins.optimizers.state import weights_of
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State, _write
-from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig, base_fields
+from merlin_cowclip.workflows.training.configuration import (
+    CheckpointConfig,
+    TrainConfig,
+    base_fields,
+)
 from merlin_cowclip.workflows.training.evaluation import evaluate
 from merlin_cowclip.workflows.training.loader import Loader
+from merlin_cowclip.workflows.training.nan_check import NanCheck
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import resume, train
 from merlin_cowclip.workflows.training.trainer import Progress
-from merlin_cowclip.workflows.training.watch import Watch
 from tests.runs_alike import differences
 
 pytestmark = pytest.mark.usefixtures("graphs_as_traced")
@@ -41,9 +45,9 @@ def config(**changes) -> TrainConfig:
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory):
     """The labels are drawn, so that any epoch may be its best: with this seed not the last."""
-    keeping = Keeping(keep=1, saved_model=False)
+    checkpointing = CheckpointConfig(keep=1, saved_model=False)
     home = tmp_path_factory.mktemp("checkpoints")
-    return train(data, config(epochs=4), home / "run", keeping=keeping, progress=False)
+    return train(data, config(epochs=4), home / "run", checkpointing=checkpointing, progress=False)
 
 
 def steps_of(run) -> list[int]:
@@ -83,20 +87,22 @@ def test_a_checkpoint_is_read_by_tensorflow(run):
 @pytest.mark.parametrize("update", ["deferred", pytest.param("lazy", marks=pytest.mark.extended)])
 def test_a_run_goes_on_in_an_epoch_to_the_last_bit(data, tmp_path, monkeypatch, update):
     """As if it had not been stopped; with deferred updates, rows that wait go on waiting."""
-    keeping = Keeping(checkpoint_every=5, keep=99, saved_model=False)
+    checkpointing = CheckpointConfig(checkpoint_every=5, keep=99, saved_model=False)
     changes = {"model": "lr", "embedding_dim": None, "mlp": None, "batch_size": 256}
     options, out = config(epochs=2, update=update, **changes), tmp_path / "run"
-    reference = train(data, options, tmp_path / "reference", keeping=keeping, progress=False)
-    see = Watch.see
+    reference = train(
+        data, options, tmp_path / "reference", checkpointing=checkpointing, progress=False
+    )
+    see = NanCheck.see
 
     def interrupted(watch, step, loss):
         see(watch, step, loss)
         if step == 23:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Watch, "see", interrupted)
+    monkeypatch.setattr(NanCheck, "see", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        train(data, options, out, keeping=keeping, progress=False)
+        train(data, options, out, checkpointing=checkpointing, progress=False)
     monkeypatch.undo()
     assert Checkpoints(out / "checkpoints").steps()[-1] == 20  # an epoch has 16
     resume(out, progress=False)
@@ -111,9 +117,9 @@ def test_a_run_goes_on_in_an_epoch_to_the_last_bit(data, tmp_path, monkeypatch, 
 
 @pytest.mark.extended
 def test_early_stopping(data, tmp_path):
-    keeping, out = Keeping(saved_model=False), tmp_path / "run"
+    checkpointing, out = CheckpointConfig(saved_model=False), tmp_path / "run"
     options = config(epochs=9, patience=2, model="lr", embedding_dim=None, mlp=None)
-    stopped = train(data, options, out, keeping=keeping, progress=False)
+    stopped = train(data, options, out, checkpointing=checkpointing, progress=False)
     assert len(stopped.result["epochs"]) == stopped.result["best_epoch"] + 2 < 9
     assert config(patience=2).identity != config().identity
     assert resume(out, epochs=20, progress=False).result["epochs"] == stopped.result["epochs"]
@@ -126,10 +132,12 @@ def test_a_run_in_half_precision(data, tmp_path, graphs_rewritten):
     The command line, which makes no layer in half precision by itself, goes on in it all the same,
     and measures what was measured.
     """
-    keeping = Keeping(saved_model=False)
+    checkpointing = CheckpointConfig(saved_model=False)
     tf.keras.mixed_precision.set_global_policy("mixed_float16")
     try:
-        run = train(data, config(epochs=1), tmp_path / "run", keeping=keeping, progress=False)
+        run = train(
+            data, config(epochs=1), tmp_path / "run", checkpointing=checkpointing, progress=False
+        )
     finally:
         tf.keras.mixed_precision.set_global_policy("float32")
     further = resume(run.path, epochs=2, progress=False)
@@ -250,7 +258,7 @@ def test_shards_are_read_whole_and_own_sums_shared(tmp_path, monkeypatch, ranks)
     whole = np.random.default_rng(0).random((11, 2), np.float32)
     sums = [float(rank + 1) for rank in range(ranks)]
     monkeypatch.setattr(
-        "merlin_cowclip.workflows.training.checkpoint.said_by_all",
+        "merlin_cowclip.workflows.training.checkpoint.gather_objects",
         lambda mine: [{"loss/0000": total} for total in sums],
     )
     checkpoints = Checkpoints(tmp_path)
@@ -282,14 +290,17 @@ def test_how_often():
         (50, 50, None),
         ("0.5m", None, 0.5),
     ):
-        keeping = Keeping(checkpoint_every=given)
-        assert (keeping.steps, keeping.minutes) == (steps, minutes)
-        assert Keeping(**json.loads(json.dumps(dataclasses.asdict(keeping)))) == keeping
+        checkpointing = CheckpointConfig(checkpoint_every=given)
+        assert (checkpointing.steps, checkpointing.minutes) == (steps, minutes)
+        assert (
+            CheckpointConfig(**json.loads(json.dumps(dataclasses.asdict(checkpointing))))
+            == checkpointing
+        )
 
 
 @pytest.mark.parametrize("given", [0, 1.5, True, "", "0m", "10 m"])
 def test_how_often_is_refused(given):
     with pytest.raises(UserError, match="checkpoint_every must be a positive number of updates"):
-        Keeping(checkpoint_every=given)
+        CheckpointConfig(checkpoint_every=given)
     with pytest.raises(UserError, match="keep must be a positive whole number"):
-        Keeping(keep=0)
+        CheckpointConfig(keep=0)

@@ -12,16 +12,16 @@ from sklearn.metrics import log_loss, roc_auc_score
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.evaluation import (
+    MetricAccumulator,
     Predictor,
     Quality,
-    QualityOf,
 )
 
 ROWS = 50_000
 
 
 def streamed(labels, probabilities, batch=777) -> Quality:
-    ranks = QualityOf()
+    ranks = MetricAccumulator()
     for start in range(0, len(labels), batch):
         ranks.add(labels[start : start + batch], probabilities[start : start + batch])
     return ranks.quality()

@@ -27,9 +27,13 @@ from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.manifest import SMALL, entry_of
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.training import incoming, prediction
-from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig, base_fields
-from merlin_cowclip.workflows.training.evaluation import QualityOf, evaluate, predict
+from merlin_cowclip.workflows.training import prediction, raw_inputs
+from merlin_cowclip.workflows.training.configuration import (
+    CheckpointConfig,
+    TrainConfig,
+    base_fields,
+)
+from merlin_cowclip.workflows.training.evaluation import MetricAccumulator, evaluate, predict
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
@@ -50,7 +54,7 @@ ROWS, TRAIN = 1_500, 1_000
 BATCH = 64
 FAST = Hyperparameters(batch_size=64, dense_lr=1e-2, embedding_lr=5e-2, clip_floor=1e-2)
 CONFIG = TrainConfig(**base_fields(FAST), batch_size=64, epochs=1, model="fm", embedding_dim=3)
-UNSAVED = Keeping(saved_model=False)
+UNSAVED = CheckpointConfig(saved_model=False)
 LAST = Split("sequential", (ROWS - TRAIN) / ROWS)
 SHOP = DatasetSpec(
     name="shop",
@@ -133,7 +137,9 @@ def make(name: str, home: Path) -> World:
         data = prepare(spec, [home / "log.csv"], home / "data", progress=False)
         if name == "top ids":
             data = keep_top_ids(data, 4, home / "top", progress=False)
-    return World(train(data, CONFIG, home / "run", keeping=UNSAVED, progress=False), data, raw)
+    return World(
+        train(data, CONFIG, home / "run", checkpointing=UNSAVED, progress=False), data, raw
+    )
 
 
 @pytest.fixture(scope="session")
@@ -219,7 +225,7 @@ def test_real_rows(real_data, tmp_path, spec, file):
     spec = replace(spec, split=Split("sequential", 0.1))
     data = prepare(spec, [real_data / file], tmp_path / "data", progress=False)
     config = replace(CONFIG, batch_size=512)
-    run = train(data, config, tmp_path / "run", keeping=UNSAVED, progress=False)
+    run = train(data, config, tmp_path / "run", checkpointing=UNSAVED, progress=False)
     with gzip.open(real_data / file, "rt") as log:
         lines = log.readlines()
     with gzip.open(tmp_path / "test.gz", "wt") as log:
@@ -234,7 +240,7 @@ def test_raw_rows_are_evaluated_as_prepared_ones(shop):
     quality, rows = evaluate_logs(shop.run, [shop.raw], batch_size=BATCH, progress=False)
     assert rows == ROWS - TRAIN
     assert quality == evaluate(shop.run.model(), Loader(shop.data, "test", batch_size=BATCH))
-    whole = QualityOf()
+    whole = MetricAccumulator()
     whole.add(*shop.expected)
     assert quality.auc == whole.quality().auc
     assert tuple(quality) == pytest.approx(tuple(whole.quality()), rel=1e-12)
@@ -245,7 +251,7 @@ def test_raw_rows_are_evaluated_as_prepared_ones(shop):
 
 def test_small_parts_are_the_same(shop, tmp_path, monkeypatch):
     """Of a log, of a batch and of what is written."""
-    monkeypatch.setattr(incoming, "CHUNK_BYTES", 1_000)
+    monkeypatch.setattr(raw_inputs, "CHUNK_BYTES", 1_000)
     monkeypatch.setattr(prediction, "GROUP_ROWS", 100)
     found = scores(shop.run, [shop.raw], tmp_path / "a.parquet", batch_size=7)
     np.testing.assert_allclose(found["probability"], shop.expected[1], rtol=0, atol=1e-6)

@@ -5,9 +5,9 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from merlin_cowclip.models import MODELS
+from merlin_cowclip.workflows.training.builder import compile_model, network
 from merlin_cowclip.workflows.training.configuration import UPDATES, TrainConfig
 from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.rebuilding import compile_by, network
 
 
 def random_ops(function: tf.types.experimental.ConcreteFunction) -> list[str]:
@@ -43,7 +43,7 @@ def test_no_step_draws_random_numbers(data, name):
     config = TrainConfig(model=name, batch_size=500, update=update, **options)
     loader = Loader(data, batch_size=500)
     model, steps = network(config, data.schema), len(loader)
-    optimizer = compile_by(config, model, updates=steps, batches=steps)
+    optimizer = compile_model(config, model, updates=steps, batches=steps)
     optimizer.observe()
     model(loader.peek()[0])
     assert random_ops(step_of(model, loader)) == []

@@ -16,7 +16,11 @@ from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training import loader as loader_module
-from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig, base_fields
+from merlin_cowclip.workflows.training.configuration import (
+    CheckpointConfig,
+    TrainConfig,
+    base_fields,
+)
 from merlin_cowclip.workflows.training.evaluation import predict
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.runs import Run
@@ -34,7 +38,7 @@ list_separator = ";"
 split = { kind = "sequential", test = 0.2 }
 """
 WIDTH, MLP = 4, (16,)
-UNSAVED = Keeping(saved_model=False)
+UNSAVED = CheckpointConfig(saved_model=False)
 BASE = Hyperparameters(batch_size=256, dense_lr=5e-3, embedding_lr=5e-3, clip_floor=1e-3)
 CONFIG = TrainConfig(
     **base_fields(BASE), batch_size=512, epochs=3, seed=7, embedding_dim=WIDTH, mlp=MLP
@@ -80,7 +84,9 @@ def data(log, home) -> PreparedData:
 
 @pytest.fixture(scope="module")
 def run(data, home) -> Run:
-    return train(data, CONFIG, home / "run", keeping=Keeping(saved_model=True), progress=False)
+    return train(
+        data, CONFIG, home / "run", checkpointing=CheckpointConfig(saved_model=True), progress=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -237,12 +243,12 @@ def test_an_evaluation_reads_the_test_part_once(model, data, monkeypatch):
 
 def test_the_same_seed_gives_the_same_to_the_last_digit(run, model, data, home):
     """And lazy updates, from the same start on the same data, something near it."""
-    again = train(data, CONFIG, home / "again", keeping=UNSAVED, progress=False)
+    again = train(data, CONFIG, home / "again", checkpointing=UNSAVED, progress=False)
     assert measured(again) == measured(run)
     for one, other in zip(weights(again.model()), weights(model), strict=True):
         np.testing.assert_array_equal(one, other)
     config = changed(update="lazy", epochs=1)
-    lazy = train(data, config, home / "lazy", keeping=UNSAVED, progress=False)
+    lazy = train(data, config, home / "lazy", checkpointing=UNSAVED, progress=False)
     assert measured(lazy)[0] != measured(run)[0]
     assert measured(lazy)[0] == pytest.approx(measured(run)[0], abs=0.05)
 
@@ -251,7 +257,7 @@ def test_the_same_seed_gives_the_same_to_the_last_digit(run, model, data, home):
 def test_deferred_is_exact(run, data, home):
     """As it is measured, and as it is rebuilt from a checkpoint, where rows wait."""
     config = changed(update="deferred")
-    deferred = train(data, config, home / "deferred", keeping=UNSAVED, progress=False)
+    deferred = train(data, config, home / "deferred", checkpointing=UNSAVED, progress=False)
     for ours, exact in zip(measured(deferred), measured(run), strict=True):
         np.testing.assert_allclose(ours, exact, rtol=1e-4)
     rows = next(iter(Loader(data, "test", batch_size=512).dataset()))[0]
@@ -274,8 +280,8 @@ def test_options_reach_the_network_and_the_optimizer(data, tmp_path, graphs_rewr
         embedding_schedule="cosine",
         epochs=2,
     )
-    saved = Keeping(saved_model=True)
-    run = train(data, config, tmp_path / "run", keeping=saved, progress=False)
+    saved = CheckpointConfig(saved_model=True)
+    run = train(data, config, tmp_path / "run", checkpointing=saved, progress=False)
     assert run.train_config() == config
     assert run.config["identity"] == config.identity
     into = 3 * WIDTH + 2

@@ -11,7 +11,7 @@ from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.one_at_a_time import locked
+from merlin_cowclip.workflows.training.locks import run_lock
 from merlin_cowclip.workflows.training.train import with_epochs
 
 from .batches import SPEC
@@ -62,7 +62,7 @@ def refused(capsys, arguments, *words: str) -> None:
 def test_what_cannot_go_on(run, reference, data, tmp_path, capsys):
     """Another process at it, a run that is finished, data that is gone or another."""
     again = ["train", "--resume", run]
-    with locked(run):
+    with run_lock(run):
         refused(capsys, again, "one process at a time", str(run))
     refused(capsys, ["train", "--resume", reference], "must not be finished", "--epochs N")
     rows = pd.read_csv(data.path.parent / "log.csv", keep_default_na=False)

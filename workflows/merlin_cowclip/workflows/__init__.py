@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.study.configuration import TuneConfig
     from merlin_cowclip.workflows.study.tune import tune
     from merlin_cowclip.workflows.study.tuned import Tuned
-    from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig
+    from merlin_cowclip.workflows.training.configuration import CheckpointConfig, TrainConfig
     from merlin_cowclip.workflows.training.evaluation import evaluate, predict
     from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.prediction import evaluate_logs, predict_logs

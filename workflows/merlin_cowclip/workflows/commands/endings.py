@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from merlin_cowclip.workflows.errors import AgreedError, Notice, Stopped, UserError
-from merlin_cowclip.workflows.training.ranks import launched, wait_for_the_first
+from merlin_cowclip.workflows.training.ranks import launched, wait_for_rank_zero
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LONGEST_WORD, _LONGEST = 300, 1000  # characters of a message; a path may be 255 and more
@@ -50,7 +50,7 @@ def _code_of(error: BaseException, name: str, received: list[int]) -> int:
             by = f"interrupted by {signal.Signals(number or signal.SIGINT).name}"
             say(f"{name}: {error if isinstance(error, Stopped) else by}")
         elif isinstance(error, Stopped):
-            wait_for_the_first()
+            wait_for_rank_zero()
         return 3 if number is None else 128 + number
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
@@ -59,7 +59,7 @@ def _code_of(error: BaseException, name: str, received: list[int]) -> int:
         error = UserError(f"{error}. Free some space, or write to another disk")
     if isinstance(error, UserError):
         if isinstance(error, AgreedError) and launched().rank > 0:
-            wait_for_the_first()
+            wait_for_rank_zero()
         else:
             say(f"{name}: error: {error}")
         return error.exit_code

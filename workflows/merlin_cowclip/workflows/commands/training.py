@@ -30,12 +30,12 @@ from merlin_cowclip.workflows.training.configuration import (
     BASE_FIELDS,
     GROUP,
     NO_CLIP,
-    Keeping,
+    CheckpointConfig,
     TrainConfig,
     base_fields,
 )
 from merlin_cowclip.workflows.training.networks import NETWORKS, OPTIONS
-from merlin_cowclip.workflows.training.ranks import agreed, is_first
+from merlin_cowclip.workflows.training.ranks import is_rank_zero, raise_on_any_rank
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
@@ -72,7 +72,7 @@ _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "quiet"}
 @option("--keep-optimizer", is_flag=True, help="with --warm-start: its moments and steps, too")
 @quiet
 @fields(TrainConfig)
-@fields(Keeping)
+@fields(CheckpointConfig)
 @option("--max-minutes", type=float, metavar="N", group=GROUP, help=_MINUTES)
 def train(**values: Any) -> None:
     """Train a network on a prepared folder, or resume a run.
@@ -80,7 +80,7 @@ def train(**values: Any) -> None:
     Learning rates and λ are those tuned at --base-batch-size; --rule scales them to --batch-size.
     """
     run = (_begin if values["resume"] is None else _resume)(values)
-    if is_first():
+    if is_rank_zero():
         _tell(run, brief=values["quiet"])
 
 
@@ -106,7 +106,7 @@ def _begin(values: Mapping[str, Any]) -> Run:
     """Train a new run."""
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
-    with agreed():
+    with raise_on_any_rank():
         for name, what in (("data", "DATA, a prepared folder"), ("out", "--out RUN")):
             if values[name] is None:
                 raise UserError(f"train needs {what}; or, to resume a run, --resume RUN")
@@ -115,18 +115,22 @@ def _begin(values: Mapping[str, Any]) -> Run:
             raise UserError("--keep-optimizer needs --warm-start RUN")
         data = PreparedData.open(values["data"])
         config, source = train_config(values, data)
-        keeping = Keeping(**given(values, (field.name for field in fields_of(Keeping))))
+        checkpointing = CheckpointConfig(
+            **given(values, (field.name for field in fields_of(CheckpointConfig)))
+        )
         from merlin_cowclip.workflows.training.train import check, train
 
         check(data, config, values["out"])
-    shows = is_first() and not values["quiet"]
+    shows = is_rank_zero() and not values["quiet"]
     if shows:
         print(f"{config.model}, rule {config.rule}, {config.update} updates; {source}")
         print(scaling_table(config.base, config.hyperparameters), flush=True)
         if few := few_steps(data.rows["train"], config.batch_size):
             print(f"Warning: {few}", flush=True)
     options = {name: values[name] for name in ("max_minutes", "warm_start", "keep_optimizer")}
-    return train(data, config, values["out"], keeping=keeping, progress=shows, **options)
+    return train(
+        data, config, values["out"], checkpointing=checkpointing, progress=shows, **options
+    )
 
 
 def _resume(values: Mapping[str, Any]) -> Run:
@@ -134,19 +138,19 @@ def _resume(values: Mapping[str, Any]) -> Run:
     from merlin_cowclip.workflows.training.runs import read_config
 
     others = [n for n, v in values.items() if n not in _WITH_RESUME and v not in (None, False)]
-    with agreed():
+    with raise_on_any_rank():
         if others:
             options = ", ".join(f"--{name}" for name in others).replace("_", "-")
             raise UserError(
                 "--resume goes with DATA, --epochs, --max-minutes and --quiet alone: the rest is "
                 f"the run's own. Received: {options}. Leave it out"
             )
-        if is_first():
+        if is_rank_zero():
             read_config(values["resume"])  # before TensorFlow's seconds of importing
     from merlin_cowclip.workflows.training.train import resume
 
     kept = {name: values[name] for name in ("data", "epochs", "max_minutes")}
-    return resume(values["resume"], **kept, progress=is_first() and not values["quiet"])
+    return resume(values["resume"], **kept, progress=is_rank_zero() and not values["quiet"])
 
 
 def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainConfig, str]:

@@ -141,11 +141,11 @@ def _request_schema(inference: InferenceWorkflow) -> Any:
 def _check_raw(run: Run, model: Any, repository: Repository, inputs: Any, *, trust: bool) -> None:
     """Refuse a repository that answers other probabilities than `predict` writes."""
     from merlin_cowclip.workflows.training.evaluation import Predictor
-    from merlin_cowclip.workflows.training.incoming import open_incoming
     from merlin_cowclip.workflows.training.prediction import probabilities_of
+    from merlin_cowclip.workflows.training.raw_inputs import open_raw_inputs
 
     given = [inputs] if isinstance(inputs, str | Path) else inputs
-    incoming = open_incoming(run, given, raw=run.is_adopted, trust_workflow=trust)
+    incoming = open_raw_inputs(run, given, raw=run.is_adopted, trust_workflow=trust)
     predictor, ensemble, checked = Predictor(model), repository.ensemble(), 0
     for batch, rows in incoming.pieces(int):
         expected = probabilities_of(predictor, rows, run.spec())

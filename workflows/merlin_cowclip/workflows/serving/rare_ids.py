@@ -128,7 +128,11 @@ def rare_costs(
         test split, or only one label in it.
     """
     from merlin_cowclip.models.ctr_block import embeddings_of
-    from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, Predictor, QualityOf
+    from merlin_cowclip.workflows.training.evaluation import (
+        EVALUATION_BATCH,
+        MetricAccumulator,
+        Predictor,
+    )
     from merlin_cowclip.workflows.training.loader import Loader
 
     data = run.data() if data is None else data
@@ -137,7 +141,7 @@ def rare_costs(
     model, loader = run.model(which), Loader(data, "test", batch_size=EVALUATION_BATCH)
     predictor = Predictor(model)
     keys = {f"{f}__values" if f in data.spec.lists else f: f for f in data.spec.ids}
-    found = [QualityOf() for _ in (None, *chosen)]
+    found = [MetricAccumulator() for _ in (None, *chosen)]
     with progress_bar("rare ids", loader.rows, show=progress) as bar:
         for features, labels in loader.batches():
             for quality, rare in zip(found, (None, *chosen), strict=True):

@@ -34,7 +34,7 @@ from merlin_cowclip.workflows.study.studies import (
 )
 from merlin_cowclip.workflows.study.workers import Task, is_done, run_all
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.one_at_a_time import alone_in
+from merlin_cowclip.workflows.training.locks import folder_lock
 from merlin_cowclip.workflows.training.runs import RESULT, columns_of, identity_of
 
 FORMAT_VERSION = 1
@@ -110,7 +110,7 @@ def sweep(
     _make_folder(out, data)
     record = {**_record(setting, cells), "base": base, "command": command}
     places = {FULL: data.path, TOP: out / TOP}
-    with alone_in(out):  # what two sweeps would write at the same time
+    with folder_lock(out):  # what two sweeps would write at the same time
         if any(cell.data == TOP for cell in cells) and not places[TOP].exists():
             keep_top_ids(data, _TOP_IDS, places[TOP], progress=progress)
         for folder in (STUDIES_, RUNS):
@@ -209,7 +209,7 @@ def _make_folder(out: Path, data: PreparedData) -> None:
         "dataset": data.spec.name,
         "rows": data.rows,
     }
-    with alone_in(out.absolute().parent):
+    with folder_lock(out.absolute().parent):
         if not out.exists():
             with all_or_nothing(out) as folder:
                 write_json(folder / RECORD, {**record, "data": str(data.path.resolve())})

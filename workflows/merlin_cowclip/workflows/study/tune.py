@@ -47,7 +47,7 @@ from merlin_cowclip.workflows.study.tuned import (
 )
 from merlin_cowclip.workflows.study.workers import alone_with
 from merlin_cowclip.workflows.training.configuration import LARGEST_SEED, TrainConfig
-from merlin_cowclip.workflows.training.one_at_a_time import alone_in
+from merlin_cowclip.workflows.training.locks import folder_lock
 from merlin_cowclip.workflows.training.stopping import Stopping
 
 with quiet_imports():
@@ -57,7 +57,7 @@ with quiet_imports():
     from sqlalchemy.pool import NullPool
 
     from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
-    from merlin_cowclip.workflows.training.rebuilding import any_batch, network
+    from merlin_cowclip.workflows.training.builder import dummy_batch, network
     from merlin_cowclip.workflows.training.reproducibility import set_seeds
     from merlin_cowclip.workflows.training.runs import environment
     from merlin_cowclip.workflows.training.step_variables import compiled_step_key
@@ -125,7 +125,7 @@ def tune(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        with alone_in(out.absolute().parent):
+        with folder_lock(out.absolute().parent):
             if os.path.lexists(out):
                 check_resumable(out, record)
             else:
@@ -205,7 +205,7 @@ class Trainers:
             # Not drawn for each trial: TensorFlow, seeded, compiles all steps again in part.
             set_seeds(config.seed, deterministic=config.deterministic)
             drawn = network(dataclasses.replace(config, init_stddev=1.0), self._rows.schema)
-            drawn(any_batch(vars(self._rows.spec)))
+            drawn(dummy_batch(vars(self._rows.spec)))
             self._weights = [variable.numpy() for variable in drawn.weights]
             self._seed = config.seed
         key = compiled_step_key(config)
@@ -441,7 +441,7 @@ class _Tuning:
             "trials": tried,
             **environment("optuna"),
         }
-        with alone_in(self.out):
+        with folder_lock(self.out):
             write_json(self.out / TUNED, self._best_of(best).to_dict())
             write_json(self.out / RESULT, result)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, remove, write_json
-from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig
+from merlin_cowclip.workflows.training.configuration import CheckpointConfig, TrainConfig
 from merlin_cowclip.workflows.training.runs import CHECKPOINTS, CONFIG, RESULT
 
 DIVERGED = "diverged.json"  # instead of the result, of a run whose loss or weights were not finite
@@ -128,9 +128,11 @@ def _train_or_resume(task: Task) -> None:
         if (task.run / CONFIG).exists():
             resume(task.run, data=task.data, jobs=task.jobs, progress=False)
         else:
-            config, keeping = TrainConfig.from_dict(task.config), Keeping(keep=1)
+            config, checkpointing = TrainConfig.from_dict(task.config), CheckpointConfig(keep=1)
             data = PreparedData.open(task.data)
-            train(data, config, task.run, keeping=keeping, jobs=task.jobs, progress=False)
+            train(
+                data, config, task.run, checkpointing=checkpointing, jobs=task.jobs, progress=False
+            )
         remove(task.run / CHECKPOINTS)
     except NotFiniteError as error:
         remove(task.run)

@@ -24,7 +24,7 @@ from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.horovod import broadcast
 from merlin_cowclip.workflows.errors import Notice, UserError, clipped
 from merlin_cowclip.workflows.folders import remove, write_json
-from merlin_cowclip.workflows.training.ranks import agreed, here, said_by_all
+from merlin_cowclip.workflows.training.ranks import gather_objects, raise_on_any_rank, rank_info
 
 _NAME = re.compile(r"step-(\d{10,})")
 _STATE, _PROGRESS = "state", "progress.json"
@@ -61,8 +61,8 @@ class Checkpoint:
 
     def restore(self, state: State) -> None:
         """Give all variables their values; on all ranks at once."""
-        own, ranks = self.progress["own"], here()
-        with agreed():
+        own, ranks = self.progress["own"], rank_info()
+        with raise_on_any_rank():
             if len(own) != ranks.size and (state.shards or self.progress["sharded"]):
                 raise UserError(
                     "a run with sharded tables resumes on the number of ranks that it began on. "
@@ -113,19 +113,19 @@ class Checkpoints:
 
         `state` is this rank's, `progress` fit for JSON.
         """
-        target, ranks = self.path(step), here()
+        target, ranks = self.path(step), rank_info()
         partial = target.with_name(f".{target.name}.partial")
-        own = said_by_all({name: v.numpy().tolist() for name, v in state.own.items()})
+        own = gather_objects({name: v.numpy().tolist() for name, v in state.own.items()})
         record = {"own": own, "sharded": bool(state.shards), **progress}
         try:
-            with agreed():
+            with raise_on_any_rank():
                 if ranks.rank == 0 or state.shards:
                     partial.mkdir(parents=True, exist_ok=True)
                 if ranks.rank == 0:
                     _write(partial / _STATE, state.shared)
                 if state.shards:
                     _write(partial / _rows(ranks.rank), state.shards)
-            with agreed():
+            with raise_on_any_rank():
                 if ranks.rank == 0:
                     write_json(partial / _PROGRESS, record)
                     os.rename(partial, target)
@@ -153,20 +153,20 @@ class Checkpoints:
     def at(self, step: int) -> Checkpoint:
         """The one after `step` updates, as the first rank finds it."""
         path, progress = self.path(step), None
-        with agreed():
-            if here().rank == 0:
+        with raise_on_any_rank():
+            if rank_info().rank == 0:
                 try:
                     progress = json.loads((path / _PROGRESS).read_text(encoding="utf-8"))
                 except (OSError, ValueError) as error:
                     raise UserError(f"the checkpoint {path} cannot be read: {error}") from None
-        return Checkpoint(path, step, said_by_all(progress)[0])
+        return Checkpoint(path, step, gather_objects(progress)[0])
 
     def restore_last(self, state: State) -> Checkpoint | None:
         """Restore the last one that can be read; those after it are removed, with a warning."""
         problems: list[UserError] = []
-        if here().rank == 0:
+        if rank_info().rank == 0:
             remove(*self.folder.glob(".step-*"))  # what was not written, or removed, to its end
-        for step in reversed(said_by_all(self.steps())[0]):
+        for step in reversed(gather_objects(self.steps())[0]):
             try:
                 checkpoint = self.at(step)
                 checkpoint.restore(state)
@@ -176,7 +176,7 @@ class Checkpoints:
             for problem in problems:
                 then = f"The run resumes from update {step:,}"
                 warnings.warn(f"{problem}. {then}", Notice, stacklevel=2)
-            if here().rank == 0:
+            if rank_info().rank == 0:
                 remove(*(self.path(other) for other in self.steps() if other > step))
             return checkpoint
         if problems:

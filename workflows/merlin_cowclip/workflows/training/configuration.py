@@ -394,7 +394,7 @@ def _every(name: str, value: Any) -> int | str:
 
 
 @dataclass(frozen=True)
-class Keeping:
+class CheckpointConfig:
     """When checkpoints are taken, beside the end of each epoch, and what stays of them.
 
     Raises:

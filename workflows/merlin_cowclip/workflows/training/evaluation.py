@@ -16,7 +16,7 @@ from merlin_cowclip.plugins._tensorflow import mm, quiet_stack, tf
 from merlin_cowclip.plugins.saving.gather_tables import is_in_shards
 from merlin_cowclip.workflows.errors import NotFiniteError, UserError
 from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.ranks import agreed
+from merlin_cowclip.workflows.training.ranks import raise_on_any_rank
 
 EVALUATION_BATCH = 8192
 """Rows predicted at a time: a matter of speed and memory, but for the last digits."""
@@ -39,7 +39,7 @@ class Quality(NamedTuple):
     calibration: float
 
 
-class QualityOf:
+class MetricAccumulator:
     """The quality of predictions that come batch by batch, all of which it holds."""
 
     def __init__(self) -> None:
@@ -104,12 +104,12 @@ class Predictor:
 
     def quality(self, loader: Loader, *, rank: int = 0, ranks: int = 1) -> Quality:
         """Of every row of a loader; several ranks share its batches, and all call this."""
-        found = QualityOf()
+        found = MetricAccumulator()
         for labels, probabilities in self.batches(loader, rank, ranks):
             found.add(labels, probabilities)
         if rank >= len(loader) % ranks > 0 and is_in_shards(self._model):
             self.probabilities(loader.peek()[0])  # other ranks, with a batch more, look rows up
-        with agreed():
+        with raise_on_any_rank():
             return found.quality(ranks)
 
     def batches(

@@ -19,11 +19,11 @@ from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.evaluation import (
     EVALUATION_BATCH,
+    MetricAccumulator,
     Predictor,
     Quality,
-    QualityOf,
 )
-from merlin_cowclip.workflows.training.incoming import Incoming, open_incoming
+from merlin_cowclip.workflows.training.raw_inputs import RawInputs, open_raw_inputs
 from merlin_cowclip.workflows.training.rows import features_of, rebatch
 from merlin_cowclip.workflows.training.runs import Run
 
@@ -72,7 +72,7 @@ def predict_logs(
         raise UserError(f"output file must be named *.parquet. Received: {out}. Name it so")
     refuse_existing(out, "file")
     check_whole("batch size", batch_size, 1)
-    incoming = open_incoming(run, inputs, raw=raw, trust_workflow=trust_workflow)
+    incoming = open_raw_inputs(run, inputs, raw=raw, trust_workflow=trust_workflow)
     columns, rows = {PROBABILITY: pa.float32()}, 0
     columns = {LABEL: pa.int8(), **columns} if incoming.labelled else columns
     with all_or_nothing(out, "file") as file, pq.ParquetWriter(file, pa.schema(columns)) as writer:
@@ -101,14 +101,14 @@ def evaluate_logs(
       UserError: as `predict_logs`, and where there is no label, or only one of the two.
     """
     check_whole("batch size", batch_size, 1)
-    incoming = open_incoming(run, inputs, raw=raw, trust_workflow=trust_workflow)
+    incoming = open_raw_inputs(run, inputs, raw=raw, trust_workflow=trust_workflow)
     if not incoming.labelled:
         raise UserError(
             "what is evaluated must have labels of 0 and of 1. Received: "
             f"{incoming.files[0]}, without label {run.spec().label!r}. Rows without labels are for "
             "'merlin-cowclip predict'"
         )
-    found, rows = QualityOf(), 0
+    found, rows = MetricAccumulator(), 0
     for table in _scored(run, incoming, which, batch_size, progress):
         found.add(table[LABEL].to_numpy(), table[PROBABILITY].to_numpy())
         rows += len(table)
@@ -116,7 +116,7 @@ def evaluate_logs(
 
 
 def _scored(
-    run: Run, incoming: Incoming, which: str, batch_size: int, progress: bool
+    run: Run, incoming: RawInputs, which: str, batch_size: int, progress: bool
 ) -> Iterator[pa.Table]:
     """The columns of the output; rows are read and encoded ahead, in a thread."""
     spec, predictor = run.spec(), Predictor(run.model(which))

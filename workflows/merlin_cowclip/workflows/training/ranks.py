@@ -26,7 +26,7 @@ _VARIABLES = (
 PATIENCE = 20  # seconds for the first process to say its sentence
 
 
-class Place(NamedTuple):
+class RankInfo(NamedTuple):
     """Which of several processes this is; `local` ones are those of this machine."""
 
     rank: int = 0
@@ -35,35 +35,35 @@ class Place(NamedTuple):
     local_size: int = 1
 
 
-def launched() -> Place:
+def launched() -> RankInfo:
     """This process among those of horovodrun or mpirun; alone without them."""
     for rank, size in _VARIABLES:
         if rank in os.environ and size in os.environ:
-            return Place(int(os.environ[rank]), int(os.environ[size]))
-    return Place()
+            return RankInfo(int(os.environ[rank]), int(os.environ[size]))
+    return RankInfo()
 
 
-def wait_for_the_first() -> None:
+def wait_for_rank_zero() -> None:
     """Wait for the end of the first process, at which the launcher ends the others by SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(PATIENCE)
 
 
-def here() -> Place:
+def rank_info() -> RankInfo:
     """This process among the ranks; TensorFlow, seconds of importing, is for several only."""
     horovod = sys.modules.get(_HOROVOD)
     if launched().size == 1 and (horovod is None or horovod.ranks().size == 1):
-        return Place()
+        return RankInfo()
     return joined()
 
 
 @functools.cache
-def joined() -> Place:
+def joined() -> RankInfo:
     """This process among Horovod's; of several on a machine, each has its own GPU from now on."""
     with quiet_imports():
         from merlin_cowclip.plugins._tensorflow import tf
         from merlin_cowclip.plugins.distributed.horovod import ranks
-    found = Place(*ranks())
+    found = RankInfo(*ranks())
     if found.size == 1 < launched().size:
         raise AgreedError(
             "several ranks need Horovod with TensorFlow and their launcher's network. Received: "
@@ -77,19 +77,19 @@ def joined() -> Place:
     return found
 
 
-def is_first() -> bool:
+def is_rank_zero() -> bool:
     """Whether this process writes and prints: the first rank, or the only one."""
-    return here().rank == 0
+    return rank_info().rank == 0
 
 
 @contextlib.contextmanager
-def agreed() -> Iterator[None]:
+def raise_on_any_rank() -> Iterator[None]:
     """What one rank refuses within it, all refuse at its end, so that none waits for ever.
 
     Raises:
       AgreedError: on all ranks, with what the first of those that refuse says.
     """
-    if here().size == 1:
+    if rank_info().size == 1:
         yield
         return
     failure: Exception | None = None
@@ -97,7 +97,7 @@ def agreed() -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    said = said_by_all(None if failure is None else str(failure) or type(failure).__name__)
+    said = gather_objects(None if failure is None else str(failure) or type(failure).__name__)
     if failure is not None and not isinstance(failure, UserError):
         raise failure  # this rank's own: its traceback is wanted
     if reasons := [one for one in said if one is not None]:
@@ -108,9 +108,9 @@ def agreed() -> Iterator[None]:
         raise AgreedError(where + reasons[0]) from failure
 
 
-def said_by_all(value: Any) -> list[Any]:
+def gather_objects(value: Any) -> list[Any]:
     """What each rank says, fit for JSON, by rank; called on all at once."""
-    if here().size == 1:
+    if rank_info().size == 1:
         return [value]
     from merlin_cowclip.plugins.distributed.horovod import all_gather_object
 
@@ -119,7 +119,7 @@ def said_by_all(value: Any) -> list[Any]:
 
 def check_offered(config: TrainConfig) -> None:
     """Refuse what a run on several ranks cannot do yet, and what one process cannot share."""
-    size = here().size
+    size = rank_info().size
     if size == 1 and config.tables == "sharded":
         raise UserError(
             "tables='sharded' needs several ranks to share the rows. Received: one process. "
@@ -134,7 +134,7 @@ def check_offered(config: TrainConfig) -> None:
 
 def check_alike(record: Mapping[str, Any]) -> None:
     """Refuse ranks whose `config.json`s differ in data, configuration or versions, on all ranks."""
-    if here().size == 1:
+    if rank_info().size == 1:
         return
     from merlin_cowclip.plugins.distributed.horovod import check_same
 

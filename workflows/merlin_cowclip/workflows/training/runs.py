@@ -20,8 +20,8 @@ from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.folders import package_versions, refuse_pattern
 from merlin_cowclip.workflows.manifest import check_manifest, checksum
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig
-from merlin_cowclip.workflows.training.ranks import here
+from merlin_cowclip.workflows.training.configuration import CheckpointConfig, TrainConfig
+from merlin_cowclip.workflows.training.ranks import rank_info
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
@@ -65,7 +65,7 @@ def columns_of(data: PreparedData) -> dict[str, Any]:
 
 
 def described(
-    data: PreparedData, config: TrainConfig, keeping: Keeping, **more: Any
+    data: PreparedData, config: TrainConfig, checkpointing: CheckpointConfig, **more: Any
 ) -> dict[str, Any]:
     """A run's `config.json`: data, configuration, versions, machine, and `more`."""
     with quiet_imports():
@@ -82,8 +82,8 @@ def described(
         "identity": config.identity,
         "precision": tf.keras.mixed_precision.global_policy().name,
         **environment(),
-        "keeping": asdict(keeping),
-        "ranks": here().size,
+        "checkpointing": asdict(checkpointing),
+        "ranks": rank_info().size,
         **more,
     }
 
@@ -304,8 +304,10 @@ class Run:
         if which not in ("last", "best"):
             raise UserError(f"which must be one of last, best. Received: {which!r}")
         with quiet_imports():
-            from merlin_cowclip.workflows.training.rebuilding import rebuilt
-        return rebuilt(self.checkpoint(which), self.train_config(), self.path / SCHEMA, self.config)
+            from merlin_cowclip.workflows.training.builder import restored_model
+        return restored_model(
+            self.checkpoint(which), self.train_config(), self.path / SCHEMA, self.config
+        )
 
     def checkpoint(self, which: str = "last") -> Checkpoint:
         """The checkpoint after the last epoch, or after the one with the highest test AUC."""

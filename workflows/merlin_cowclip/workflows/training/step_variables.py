@@ -18,7 +18,7 @@ class StepVariables:
     """Learning rates, warm-up, λ, r and ζ of an optimizer with exact or lazy updates.
 
     Schedules other than a constant and a linear one stay part of the step. Arguments are those of
-    `compile_by`.
+    `compile_model`.
     """
 
     def __init__(

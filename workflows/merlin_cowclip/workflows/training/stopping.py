@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.ranks import here, said_by_all
+from merlin_cowclip.workflows.training.ranks import gather_objects, rank_info
 
 EVERY = 10  # updates between two agreements of ranks
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -42,7 +42,7 @@ class Stopping:
         self.asked = False
         self.number: int | None = None
         self._end = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
-        self._several, self._calls = here().size > 1, 0
+        self._several, self._calls = rank_info().size > 1, 0
         self._heard: int | None = None  # the first signal of this rank
         self._heard_at = -math.inf
         self._before: dict[int, Any] = {}
@@ -59,7 +59,7 @@ class Stopping:
         self._calls += 1
         if not now and self._calls % EVERY != 1:
             return False
-        numbers, are_over, due = zip(*said_by_all([self._heard, is_over, is_due]), strict=True)
+        numbers, are_over, due = zip(*gather_objects([self._heard, is_over, is_due]), strict=True)
         self.number = next((number for number in numbers if number is not None), None)
         self.asked = self.number is not None or any(are_over)
         return bool(due[0])

@@ -26,16 +26,16 @@ from merlin_cowclip.workflows.folders import (
 )
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig
+from merlin_cowclip.workflows.training.configuration import CheckpointConfig, TrainConfig
+from merlin_cowclip.workflows.training.locks import LOCK, run_lock
 from merlin_cowclip.workflows.training.logbook import EVENTS
-from merlin_cowclip.workflows.training.one_at_a_time import LOCK, locked
 from merlin_cowclip.workflows.training.ranks import (
-    agreed,
     check_alike,
     check_offered,
-    here,
-    is_first,
-    said_by_all,
+    gather_objects,
+    is_rank_zero,
+    raise_on_any_rank,
+    rank_info,
 )
 from merlin_cowclip.workflows.training.runs import (
     CHECKPOINTS,
@@ -59,10 +59,10 @@ with quiet_imports():
 
     from merlin_cowclip.plugins import CowClipOptimizer, save_model, whole_tables
     from merlin_cowclip.plugins._tensorflow import mm, tf
+    from merlin_cowclip.workflows.training.builder import warm_start_from
     from merlin_cowclip.workflows.training.checkpoint import Checkpoints
     from merlin_cowclip.workflows.training.evaluation import Quality
     from merlin_cowclip.workflows.training.loader import Loader
-    from merlin_cowclip.workflows.training.rebuilding import begin_from
     from merlin_cowclip.workflows.training.reproducibility import in_precision, set_seeds
     from merlin_cowclip.workflows.training.trainer import Trainer
 
@@ -85,7 +85,7 @@ def check_trainable(data: PreparedData, config: TrainConfig, drop_last: bool = F
             f"patience needs a test part, whose AUC it follows. Received: {data.path}, without "
             "one. Leave it out, or name data that has one"
         )
-    ranks = here()
+    ranks = rank_info()
     loader = Loader(
         data,
         "train",
@@ -114,7 +114,7 @@ def train(
     config: TrainConfig,
     out: str | Path,
     *,
-    keeping: Keeping | None = None,
+    checkpointing: CheckpointConfig | None = None,
     max_minutes: float | None = None,
     warm_start: str | Path | None = None,
     keep_optimizer: bool = False,
@@ -132,7 +132,7 @@ def train(
       data: the prepared folder.
       config: what to train.
       out: the run folder.
-      keeping: when to take checkpoints, and what stays.
+      checkpointing: when to take checkpoints, and what stays.
       max_minutes: after how long to stop, saved.
       warm_start: a finished run on the same columns and vocabulary, whose weights to begin with.
       keep_optimizer: whether to begin with its optimizer's state, too: moments and step counts.
@@ -147,22 +147,22 @@ def train(
     """
     out = Path(out)
     lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    with agreed():
+    with raise_on_any_rank():
         stopping = Stopping(max_minutes)
         loader = check(data, config, out)
-        more: dict[str, Any] = {"drop_last": here().size > 1, "jobs": jobs, "warm_start": None}
+        more: dict[str, Any] = {"drop_last": rank_info().size > 1, "jobs": jobs, "warm_start": None}
         if warm_start is not None:
             check_warm_start(data, config, warm_start, keep_optimizer)
             more["warm_start"] = [str(Path(warm_start).resolve()), keep_optimizer]
-        record = described(data, config, keeping or Keeping(), **more)
+        record = described(data, config, checkpointing or CheckpointConfig(), **more)
     check_alike(record)
-    with agreed():
-        if is_first():
+    with raise_on_any_rank():
+        if is_rank_zero():
             with all_or_nothing(out) as folder:
                 shutil.copytree(data.path / "workflow", folder / "workflow")
                 shutil.copyfile(data.path / SCHEMA, folder / SCHEMA)
                 write_json(folder / CONFIG, record)
-            lock = locked(out)
+            lock = run_lock(out)
     with lock, _left_behind(out, new=True), as_user_errors(data, out):
         return _train(config, loader, out, record, stopping, progress)
 
@@ -215,13 +215,13 @@ def resume(
     """
     path, mine = Path(run), None
     lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    with agreed():
+    with raise_on_any_rank():
         stopping = Stopping(max_minutes)
-        if is_first():
-            mine, lock = read_config(path), locked(path)
-    before = said_by_all(mine)[0]
+        if is_rank_zero():
+            mine, lock = read_config(path), run_lock(path)
+    before = gather_objects(mine)[0]
     with lock, in_precision(before["precision"]):
-        with agreed():
+        with raise_on_any_rank():
             config, loader, record = _reopened(before, path, data, epochs, jobs)
         check_alike(record)
         changes = [
@@ -259,13 +259,15 @@ def _reopened(
             )
     data = open_data(before["data"] if moved is None else moved, how_to_resume(run, moved=True))
     drop_last = before["drop_last"] or not data.rows["train"] % config.batch_size
-    if here().size > 1 and not drop_last:
+    if rank_info().size > 1 and not drop_last:
         raise UserError(
             f"{run} resumes in one process only: several ranks would leave out the last, smaller "
             "batch of each epoch"
         )
     more = {"warm_start": before["warm_start"], "jobs": max(jobs, before["jobs"])}
-    now = described(data, config, Keeping(**before["keeping"]), drop_last=drop_last, **more)
+    now = described(
+        data, config, CheckpointConfig(**before["checkpointing"]), drop_last=drop_last, **more
+    )
     for key in ("data_sha256", "cardinalities", *COLUMNS):  # adopted parquet: its columns' meaning
         if before[key] != now[key]:
             raise UserError(
@@ -300,7 +302,7 @@ def _train(
     progress: bool,
 ) -> Run:
     """From the last checkpoint, or the beginning, to the result; see `Trainer.restore_last`."""
-    with agreed():
+    with raise_on_any_rank():
         if config.tables == "sharded" and not run.is_dir():
             raise UserError(
                 f"sharded tables need a run folder that all ranks see, where each writes its rows: "
@@ -308,19 +310,21 @@ def _train(
             )
     tf.keras.backend.clear_session()
     set_seeds(config.seed, deterministic=config.deterministic)
-    keeping = Keeping(**record["keeping"])
-    with agreed():
-        trainer = Trainer(config, loader, stopping, run=run, keeping=keeping, show=progress)
+    checkpointing = CheckpointConfig(**record["checkpointing"])
+    with raise_on_any_rank():
+        trainer = Trainer(
+            config, loader, stopping, run=run, checkpointing=checkpointing, show=progress
+        )
     trainer.restore_last()
-    with agreed():
-        if is_first():
+    with raise_on_any_rank():
+        if is_rank_zero():
             (run / RESULT).unlink(missing_ok=True)
             remove(*run.glob(".*.partial"))  # what a killed process was writing
             write_json(run / CONFIG, record)
     if record["warm_start"] and not trainer.step:
         other, keeps = record["warm_start"]
-        with agreed():
-            begin_from(Run.open(other), trainer.model, trainer.optimizer, keep_optimizer=keeps)
+        with raise_on_any_rank():
+            warm_start_from(Run.open(other), trainer.model, trainer.optimizer, keep_optimizer=keeps)
         trainer.optimizer.broadcast()
     sizes = count_parameters(trainer.model, trainer.optimizer)
     if progress:
@@ -337,14 +341,14 @@ def _train(
     # By sums over all ranks, of sharded tables.
     clip = clip_sentence(trainer.statistics.total(), config.clip)
     result = None
-    with whole_tables(trainer.model), agreed():
-        if is_first():
-            if keeping.saved_model:
+    with whole_tables(trainer.model), raise_on_any_rank():
+        if is_rank_zero():
+            if checkpointing.saved_model:
                 remove(run / "model")  # half a one, if a process was killed here before
                 save_model(trainer.model, run / "model")
             more = {"parameters": sizes, "clip": clip, "config": record}
             result = _write_result(run, trainer, loader.rows_per_epoch, more)
-    return Run(run, said_by_all(result)[0])  # other ranks may have other disks
+    return Run(run, gather_objects(result)[0])  # other ranks may have other disks
 
 
 @contextlib.contextmanager
@@ -353,7 +357,7 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not is_first():  # the run is the first rank's
+        if not is_rank_zero():  # the run is the first rank's
             raise
         is_saved = bool(Checkpoints(run / CHECKPOINTS).steps())
         if new and not is_saved:

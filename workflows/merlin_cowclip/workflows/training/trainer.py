@@ -19,18 +19,23 @@ from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.optimizers.state import mean_loss, shards_of, training_state
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.progress import progress_bar
+from merlin_cowclip.workflows.training.builder import compile_model, dummy_batch, network
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State
-from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig
+from merlin_cowclip.workflows.training.configuration import CheckpointConfig, TrainConfig
 from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, Predictor, Quality
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.logbook import FIELDS, METRICS, NORMS, Logbook, write_csv
-from merlin_cowclip.workflows.training.ranks import agreed, here, is_first, said_by_all
-from merlin_cowclip.workflows.training.rebuilding import any_batch, compile_by, network
+from merlin_cowclip.workflows.training.nan_check import NanCheck
+from merlin_cowclip.workflows.training.ranks import (
+    gather_objects,
+    is_rank_zero,
+    raise_on_any_rank,
+    rank_info,
+)
 from merlin_cowclip.workflows.training.runs import CHECKPOINTS, how_to_resume
 from merlin_cowclip.workflows.training.scalars import field_rows, field_scalars, summary_scalars
 from merlin_cowclip.workflows.training.step_variables import StepVariables
 from merlin_cowclip.workflows.training.stopping import Stopping
-from merlin_cowclip.workflows.training.watch import Watch
 
 LOG_EVERY = 50  # updates between two points of TensorBoard's curves
 
@@ -69,7 +74,7 @@ class Trainer:
       loader: of the training part.
       stopping: asked after each update.
       run: the run's folder, for checkpoints and logs; `None` for neither.
-      keeping: when to take checkpoints.
+      checkpointing: when to take checkpoints.
       show: whether to show bars, and a line per epoch.
 
     Raises:
@@ -83,7 +88,7 @@ class Trainer:
         stopping: Stopping,
         *,
         run: Path | None = None,
-        keeping: Keeping | None = None,
+        checkpointing: CheckpointConfig | None = None,
         show: bool = False,
     ) -> None:
         data = loader.data
@@ -91,23 +96,23 @@ class Trainer:
         steps = {"updates": loader.rows // config.batch_size, "batches": len(loader)}
         try:
             self.model = network(config, data.schema)
-            self.optimizer = compile_by(config, self.model, **steps)
+            self.optimizer = compile_model(config, self.model, **steps)
         except ValueError as error:  # of the data's columns, which only the network knows
             raise UserError(str(error)) from None
         self.statistics = self.optimizer.observe()
-        self.model(any_batch(vars(data.spec)))
+        self.model(dummy_batch(vars(data.spec)))
         self._variables: StepVariables | None = None
         if config.update != "deferred":
             self._variables = StepVariables(config, self.optimizer, **steps)
         state = training_state(self.model)
         scales = (v for name, v in state.items() if name.startswith("loss_scale/"))
         self._scales = [(variable, variable.numpy()) for variable in scales]
-        self._run, self._keeping, self._show = run, keeping or Keeping(), show
+        self._run, self._checkpointing, self._show = run, checkpointing or CheckpointConfig(), show
         self._predictor = Predictor(self.model)
-        self._logbook = Logbook(run if is_first() else None)
+        self._logbook = Logbook(run if is_rank_zero() else None)
         self._begin(config, loader, stopping, lambda: None)
         if run is not None:
-            self._checkpoints = Checkpoints(run / CHECKPOINTS, self._keeping.keep)
+            self._checkpoints = Checkpoints(run / CHECKPOINTS, self._checkpointing.keep)
             self._state = self._grouped(state)
             self._saved, self._saved_at = 0, time.monotonic()
 
@@ -121,7 +126,7 @@ class Trainer:
         self._config, self._loader = config, loader
         self._stopping, self._after_update = stopping, after_update
         self.progress, self.step = Progress(), 0
-        self._watch = Watch(self.optimizer, len(loader), config)
+        self._nan_check = NanCheck(self.optimizer, len(loader), config)
 
     def reset(
         self,
@@ -200,7 +205,7 @@ class Trainer:
             for _ in range(begin, steps):
                 logs = function(batches)
                 self.step += 1
-                self._watch.see(self.step, logs["loss_batch"])
+                self._nan_check.see(self.step, logs["loss_batch"])
                 bar.update()
                 now = time.perf_counter()
                 self.progress.seconds, before = self.progress.seconds + now - before, now
@@ -219,12 +224,12 @@ class Trainer:
         Raises:
           Stopped: it was asked to; without a run's folder a KeyboardInterrupt.
         """
-        keeping, stopping = self._keeping, self._stopping
-        minutes = keeping.minutes
+        checkpointing, stopping = self._checkpointing, self._stopping
+        minutes = checkpointing.minutes
         is_late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
         is_late = stopping.agree(is_late, now=now)
         if not stopping.asked or self._is_finished():
-            is_step = keeping.steps is not None and self.step % keeping.steps == 0
+            is_step = checkpointing.steps is not None and self.step % checkpointing.steps == 0
             return self._run is not None and (is_late or is_step)
         if self._run is None:
             raise KeyboardInterrupt
@@ -239,8 +244,8 @@ class Trainer:
 
     def _end_epoch(self) -> dict[str, Any]:
         """Measure it, write it down, and take a checkpoint."""
-        self._watch.look(self.step)
-        quality, ranks = dict.fromkeys(Quality._fields), here()
+        self._nan_check.look(self.step)
+        quality, ranks = dict.fromkeys(Quality._fields), rank_info()
         if self._test is not None:
             measured = self._predictor.quality(self._test, rank=ranks.rank, ranks=ranks.size)
             quality = measured._asdict()
@@ -274,8 +279,8 @@ class Trainer:
                 new = ({"epoch": row["epoch"], **one} for one in rows)
                 tables.setdefault(name, []).extend(new)
         measured = {f"all/test_{k}": row[k] for k in Quality._fields if row[k] is not None}
-        with agreed():
-            if is_first():
+        with raise_on_any_rank():
+            if is_rank_zero():
                 write_csv(run, tables)
             self._logbook.scalars(self.step, measured)
 
@@ -340,7 +345,7 @@ class Trainer:
             return
         shared, shards = self._state.shared.items(), self._state.shards.items()
         weights = [v for name, v in (*shared, *shards) if name.startswith("weight/")]
-        self._watch.look(self.step, [v for v in weights if v.dtype.is_floating])
+        self._nan_check.look(self.step, [v for v in weights if v.dtype.is_floating])
         progress = dataclasses.asdict(self.progress)
         self._checkpoints.save(self.step, self._state, progress, best=self.best_step)
         self._saved, self._saved_at = self.step, time.monotonic()
@@ -348,4 +353,4 @@ class Trainer:
 
 def _mean(loss: tf.Tensor) -> float:
     """Over all ranks."""
-    return float(np.mean(said_by_all(float(loss))))
+    return float(np.mean(gather_objects(float(loss))))

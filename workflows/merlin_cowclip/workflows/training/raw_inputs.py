@@ -37,7 +37,7 @@ BATCH_ROWS = 1 << 16  # of parquet, read and encoded at a time
 
 
 @dataclass(frozen=True)
-class Incoming:
+class RawInputs:
     """Some files of rows, all of them with the label, or none.
 
     Attributes:
@@ -57,9 +57,9 @@ class Incoming:
     pieces: Callable[[Callable[[int], Any]], Iterator[tuple[pa.RecordBatch, pa.Table]]]
 
 
-def open_incoming(
+def open_raw_inputs(
     run: Run, inputs: Sequence[str | Path], *, raw: bool = False, trust_workflow: bool = False
-) -> Incoming:
+) -> RawInputs:
     """Look at the heads of files of rows for a run.
 
     Args:
@@ -76,7 +76,7 @@ def open_incoming(
     return _parquet(run, spec, open_files(inputs), inference)
 
 
-def _raw_logs(run: Run, spec: DatasetSpec, paths: list[Path], trust: bool) -> Incoming:
+def _raw_logs(run: Run, spec: DatasetSpec, paths: list[Path], trust: bool) -> RawInputs:
     """What `prepare` takes."""
     for path in paths:
         part = path.resolve().parent
@@ -102,7 +102,7 @@ def _raw_logs(run: Run, spec: DatasetSpec, paths: list[Path], trust: bool) -> In
                     rows = rows.append_column(spec.label, batch.column(spec.label))
                 yield batch, as_rows(rows, spec, labelled)
 
-    return Incoming(paths, sum(log.size for log in logs), "B", labelled, pieces)
+    return RawInputs(paths, sum(log.size for log in logs), "B", labelled, pieces)
 
 
 def _log(spec: DatasetSpec, path: Path) -> Source:
@@ -127,7 +127,7 @@ def _all_labelled(spec: DatasetSpec, labelled: Mapping[Path, bool]) -> bool:
 
 def _parquet(
     run: Run, spec: DatasetSpec, files: list[ParquetFile], inference: InferenceWorkflow | None
-) -> Incoming:
+) -> RawInputs:
     """Parquet that an adopted pipeline's workflow wrote, or, for its `inference`, that it reads."""
     if inference is None:
         try:
@@ -152,4 +152,4 @@ def _parquet(
             advance(batch.num_rows)
 
     paths, size = [file.path for file in files], sum(file.rows for file in files)
-    return Incoming(paths, size, " rows", labelled, pieces)
+    return RawInputs(paths, size, " rows", labelled, pieces)

@@ -7,9 +7,13 @@ import pytest
 
 from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training import watch
+from merlin_cowclip.workflows.training import nan_check
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints
-from merlin_cowclip.workflows.training.configuration import Keeping, TrainConfig, base_fields
+from merlin_cowclip.workflows.training.configuration import (
+    CheckpointConfig,
+    TrainConfig,
+    base_fields,
+)
 from merlin_cowclip.workflows.training.train import train
 
 pytestmark = pytest.mark.usefixtures("graphs_as_traced")
@@ -20,8 +24,8 @@ SMALL = {"batch_size": 32, "epochs": 4, "embedding_dim": 4, "mlp": (8,), "rule":
 
 def trained(data, out, base=BASE, **options):
     config = TrainConfig(**{**SMALL, **base_fields(base), **options})
-    keeping = Keeping(checkpoint_every=10, keep=50, saved_model=False)
-    return train(data, config, out, keeping=keeping, progress=False)
+    checkpointing = CheckpointConfig(checkpoint_every=10, keep=50, saved_model=False)
+    return train(data, config, out, checkpointing=checkpointing, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +50,7 @@ def test_a_rate_that_diverges(data, tmp_path, rates, named):
 def test_a_weight_that_broke_is_found_in_time(data, tmp_path, monkeypatch, value, graphs_rewritten):
     """Even where no loss is: a row of a table, a dense weight."""
     broken = []
-    see = watch.Watch.see
+    see = nan_check.NanCheck.see
 
     def breaking(self, step, loss):
         if step == 12:
@@ -56,7 +60,7 @@ def test_a_weight_that_broke_is_found_in_time(data, tmp_path, monkeypatch, value
             broken.append(weight.name)
         see(self, step, loss)
 
-    monkeypatch.setattr(watch.Watch, "see", breaking)
+    monkeypatch.setattr(nan_check.NanCheck, "see", breaking)
     with pytest.raises(UserError) as raised:
         trained(data, tmp_path / "run")
     assert "between updates" in str(raised.value) or "in update 13" in str(raised.value)

@@ -10,12 +10,12 @@ import numpy as np
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.ranks import agreed, said_by_all
+from merlin_cowclip.workflows.training.ranks import gather_objects, raise_on_any_rank
 
 EVERY = 25  # updates between two looks
 
 
-class Watch:
+class NanCheck:
     """Looks after losses, gradients and weights.
 
     Gradients and rows of tables are in sums that a NaN never leaves (`CowClipOptimizer.observe`),
@@ -43,9 +43,9 @@ class Watch:
         Raises:
           NotFiniteError: a loss, a gradient or a weight is NaN or infinite; which, and since when.
         """
-        losses = np.mean(said_by_all([float(loss) for loss in self._losses]), axis=0)
+        losses = np.mean(gather_objects([float(loss) for loss in self._losses]), axis=0)
         self._losses = []
-        with agreed():
+        with raise_on_any_rank():
             broken = [str(one) for one in self._optimizer.not_finite()]
             broken += [v.name for v in weights if not bool(tf.reduce_all(tf.math.is_finite(v)))]
             bad, hp = np.flatnonzero(~np.isfinite(losses)), self._config.hyperparameters

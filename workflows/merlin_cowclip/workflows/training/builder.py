@@ -32,7 +32,7 @@ def network(config: TrainConfig, schema: Schema) -> mm.Model:
     return MODELS[config.model](schema, stddev=stddev, **options)
 
 
-def compile_by(
+def compile_model(
     config: TrainConfig, model: mm.Model, *, updates: int, batches: int
 ) -> CowClipOptimizer:
     """Compile a configuration's network with its optimizer, which is returned.
@@ -63,7 +63,7 @@ def compile_by(
     return optimizer
 
 
-def rebuilt(
+def restored_model(
     checkpoint: Checkpoint, config: TrainConfig, schema: Path, record: Mapping[str, Any]
 ) -> mm.Model:
     """The network as it was at a checkpoint, by the run's `schema.pbtxt` and `config.json`."""
@@ -72,8 +72,8 @@ def rebuilt(
     is_deferred = config.update == "deferred"
     with in_precision(record["precision"]):
         model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
-        optimizer = compile_by(config, model, updates=1, batches=1) if is_deferred else None
-        model(any_batch(record))
+        optimizer = compile_model(config, model, updates=1, batches=1) if is_deferred else None
+        model(dummy_batch(record))
         if optimizer is None:
             checkpoint.read(weights_of(model))
         else:  # rows wait for what they missed, with the moments that say what that does to them
@@ -83,7 +83,7 @@ def rebuilt(
     return model
 
 
-def begin_from(
+def warm_start_from(
     run: Run, model: mm.Model, optimizer: CowClipOptimizer, *, keep_optimizer: bool
 ) -> None:
     """Give a network that is built the weights that a finished run ended with.
@@ -99,7 +99,7 @@ def begin_from(
         variable.assign(found[name])
 
 
-def any_batch(record: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+def dummy_batch(record: Mapping[str, Any]) -> dict[str, tf.Tensor]:
     """Two samples of padding, in the format of `Loader`'s; `record` is a run's or a spec's."""
     batch = {name: tf.zeros([2, 1], tf.int64) for name in record["categorical"]}
     batch |= {name: tf.zeros([2, 1], tf.float32) for name in record["continuous"]}

@@ -14,7 +14,7 @@ from merlin_cowclip.workflows.errors import UserError
 LOCK = ".lock"  # within the run
 
 
-def locked(run: Path) -> IO[str]:
+def run_lock(run: Path) -> IO[str]:
     """Lock a run until the file that is returned is closed, or the process ends, however it ends.
 
     Raises:
@@ -38,7 +38,7 @@ def locked(run: Path) -> IO[str]:
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """Wait until no other process is in `folder` or, where that is missing, in its parent."""
     home = next(one for one in (folder, *folder.absolute().parents) if os.path.isdir(one))
     number = os.open(home, os.O_RDONLY)
