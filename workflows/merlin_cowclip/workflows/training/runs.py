@@ -75,6 +75,7 @@ def described(
         "dataset": data.spec.name,
         "rows": data.rows,
         "cardinalities": data.cardinalities,
+        "table_rows": data.table_rows,
         "data_sha256": identity_of(data),
         **inputs_of(data),
         **config.to_dict(),
