@@ -47,12 +47,19 @@ _of_spec = functools.partial(option, group="Override the data set's specificatio
     shown="arrow; nvtabular with --device gpu",
 )
 @option("--device", default="cpu", metavar="cpu|gpu", help="device of NVTabular")
-@option("--like", type=PATH, metavar="RUN|DATA", help="encode as this run or folder does")
-@_of_spec("--split", metavar="random|sequential|time", help="test rows: random, last or latest")
+@option(
+    "--like",
+    type=PATH,
+    metavar="RUN|DATA",
+    help="encode with the vocabulary and ranges of a run or prepared folder; name no data set",
+)
+@_of_spec(
+    "--split", metavar="random|sequential|time", help="test rows: random, last or latest by time"
+)
 @_of_spec("--test", type=float, metavar="SHARE", help="share of the rows in the test split")
-@_of_spec("--time-column", metavar="COLUMN", help="times, for --split time: numbers or text")
+@_of_spec("--time-column", metavar="COLUMN", help="times of --split time: numbers or sortable text")
 @_of_spec("--freq-threshold", type=COUNTS, help="ids with a lower training count are unknown")
-@_of_spec("--hash-buckets", type=COUNTS, help="embeddings that unknown ids share", shown="1")
+@_of_spec("--hash-buckets", type=COUNTS, help="embedding rows that unknown ids share", shown="1")
 @_of_spec("--non-finite", metavar="refuse|missing", help="what to do with inf and NaN")
 def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> None:
     """Turn raw logs into ids, counts and parquet.
