@@ -145,7 +145,8 @@ def _check_lengths(request: Mapping[str, np.ndarray]) -> None:
         elif f"{name.removesuffix('__values')}__offsets" not in request:
             rows[name] = len(array)
     if len({*rows.values()}) > 1:
-        raise UserError(f"columns differ in their number of rows: {clipped(str(rows))}")
+        found = ", ".join(f"{number} in {name!r}" for name, number in rows.items())
+        raise UserError(f"columns differ in their number of rows: {clipped(found)}")
     if not any(rows.values()):
         raise UserError(_NO_ROWS)
 
