@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
 import time
 
@@ -183,7 +184,8 @@ def test_interrupted_and_resumed(data, config, tmp_path, fake, shared, monkeypat
     ):
         Tuned.open(out)
     tuned = tune(data, config, out, trials=12)
-    warning, _, header, *lines, again = capsys.readouterr().out.splitlines()
+    warning, _, header, *rest = capsys.readouterr().out.splitlines()
+    lines, again, repeats = rest[:4], rest[4], rest[5:]
     assert warning.startswith("Warning: at batch size 256 an epoch has only 5 steps.")
     assert header.split()[:5] == ["trial", "ended", "AUC", "best", "epoch"]
     assert header.endswith("rates  origin, or why it ended")
@@ -192,6 +194,8 @@ def test_interrupted_and_resumed(data, config, tmp_path, fake, shared, monkeypat
         t["number"] for t in tuned.result["trials"][8:]
     ]
     assert again.startswith("Training ")
+    assert all(re.match(r"trial \d+ again, seed 123\d: AUC 0\.\d{5}$", line) for line in repeats)
+    assert len(repeats) == sum(len(row["seeds"]) for row in tuned.result["table"])
     trials = tuned.result["trials"]
     assert len(trials) == 12
     assert trials[:8] == shared.result["trials"][:8]
@@ -365,7 +369,7 @@ def test_without_a_base_the_portfolio_is_tried_first(data, tmp_path, fake):
     assert tuned.result["not_tried"] == []
     spent = sum(len(t["epochs"]) for t in trials)
     spent += sum(len(row["seeds"]) * row["best_epoch"] for row in tuned.result["table"])
-    assert f"It took the time of {spent} epochs of 1.0 s." in tuned.tables()
+    assert f"as long as {spent} epochs of 1.0 s." in tuned.tables()
 
 
 def test_the_largest_batch_that_loses_nothing(data, config, tmp_path, fake, monkeypatch):

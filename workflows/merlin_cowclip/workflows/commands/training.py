@@ -34,6 +34,7 @@ from merlin_cowclip.workflows.training.configuration import (
     TrainConfig,
     base_fields,
 )
+from merlin_cowclip.workflows.training.learning_rates import option_text
 from merlin_cowclip.workflows.training.networks import NETWORKS, OPTIONS
 from merlin_cowclip.workflows.training.ranks import is_rank_zero, raise_on_any_rank
 
@@ -125,6 +126,9 @@ def _begin(values: Mapping[str, Any]) -> Run:
     if shows:
         print(f"{config.model}, rule {config.rule}, {config.update} updates; {source}")
         print(scaling_table(config.base, config.hyperparameters), flush=True)
+        for name in ("dense_schedule", "embedding_schedule"):
+            if schedule := getattr(config, name):
+                print(f"{name}: {option_text(schedule)}", flush=True)
         if few := few_steps(data.rows["train"], config.batch_size):
             print(f"Warning: {few}", flush=True)
     options = {name: values[name] for name in ("max_minutes", "warm_start", "keep_optimizer")}

@@ -42,7 +42,9 @@ _search = functools.partial(option, group=_SEARCH)
 @option("--out", type=PATH, required=True, metavar="TUNE", help="folder to write, or to resume")
 @fields(TrainConfig, "batch_size", group="Options", batch_size="that of an existing TUNE")
 @quiet
-@_search("--trials", type=int, default=40, metavar="N", help="trials in all, one or more per rule")
+@_search(
+    "--trials", type=int, default=40, metavar="N", help="trials in all; the first 7 to 10 are fixed"
+)
 @_search("--budget", type=float, metavar="MINUTES", help="stop after about this many minutes")
 @fields(TrainConfig, "epochs", "seed", group=_SEARCH)
 @_search(

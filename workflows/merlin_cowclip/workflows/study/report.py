@@ -38,6 +38,7 @@ from merlin_cowclip.workflows.study.sweep import (
 )
 from merlin_cowclip.workflows.study.workers import DIVERGED
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.learning_rates import option_text
 from merlin_cowclip.workflows.training.logbook import METRICS
 from merlin_cowclip.workflows.training.runs import RESULT, Run
 
@@ -332,15 +333,10 @@ def _settings(run: Run) -> dict[str, str]:
     """What may differ between runs: options, and values as they were scaled."""
     values = {**run.config, **run.config["scaled"]}
     found = {key: values.get(key) for key in dict.fromkeys([*_OPTIONS, *run.config["scaled"]])}
-    return {key: _shown(value) for key, value in found.items()}
-
-
-def _shown(value: Any) -> str:
-    """A setting as text; a schedule as its option is written."""
-    if isinstance(value, Mapping):
-        rest = {key: _shown(of) for key, of in value.items() if key != "name" and of is not None}
-        return f"{value['name']}:{','.join(f'{key}={of}' for key, of in rest.items())}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value or "-")
+    for key in ("dense_schedule", "embedding_schedule"):
+        if schedule := found[key]:
+            found[key] = option_text(schedule)
+    return {k: f"{v:.4g}" if isinstance(v, float) else str(v or "-") for k, v in found.items()}
 
 
 def _by_epoch(opened: Mapping[str, Run], levels: Mapping[str, float] | None) -> Section:

@@ -408,6 +408,9 @@ class _Tuning:
             auc = found[-1]["auc"]  # not the best one, which these rows would have chosen
         except NotFiniteError:
             pass
+        if self.show:
+            ended = "diverged" if auc is None else f"AUC {auc:.5f}"
+            print(f"trial {tried['number']} again, seed {seed}: {ended}", flush=True)
         self.study.set_user_attr(_repeat(tried, seed), {"auc": auc, "seconds": _seconds(found)})
 
     def _best_of(self, tried: Tried) -> TrainConfig:

@@ -148,8 +148,10 @@ class Tuned:
             lines.append("All that were trained again diverged: search lower learning rates.")
         if edge := ", ".join(f"{n} {v:.3g}" for n, v in result["at_the_edge"].items()):
             lines.append(f"At the edge of what is searched: {edge}.")
+        seconds = result["seconds"]
         lines.append(
-            f"It took the time of {result['seconds'] / epoch:.0f} epochs of {epoch:.1f} s."
+            f"Trials and repeats took {seconds:.0f} s with compiling, as long as "
+            f"{seconds / epoch:.0f} epochs of {epoch:.1f} s."
         )
         if names := ", ".join(result["not_tried"]):
             lines.append(f"Not tried, as the trials or the time were over: {names}.")

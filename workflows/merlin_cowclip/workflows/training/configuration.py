@@ -296,7 +296,7 @@ class TrainConfig:
             raise ValueError(
                 "learning rates must not both be 0 before the last epoch. Received: schedules that "
                 f"fall to 0 in {max(ends):g} epochs, and {self.epochs} epochs. Train fewer, or let "
-                "them fall over all by epochs=None"
+                "them fall over all: --dense-schedule linear:to=0 --embedding-schedule linear:to=0"
             )
         if self.clip_tables is not None and self.clip == NO_CLIP:
             raise ValueError(

@@ -67,6 +67,14 @@ def plain_schedule(option: str, given: Any) -> dict[str, Any]:
     return plain
 
 
+def option_text(schedule: Mapping[str, Any]) -> str:
+    """A plain schedule as its option is written, such as linear:to=0,epochs=3."""
+    pairs = {key: value for key, value in schedule.items() if key != "name" and value is not None}
+    if schedule["name"] == "steps":
+        pairs = dict(zip(pairs["at"], pairs["factors"], strict=True))
+    return f"{schedule['name']}:{','.join(f'{key}={value:g}' for key, value in pairs.items())}"
+
+
 def over_all_epochs(schedule: Any) -> dict[str, Any] | None:
     """A plain schedule for a run of another length: linear and cosine decay over all of it."""
     return schedule and {**schedule, **({"epochs": None} if "to" in schedule else {})}

@@ -265,8 +265,8 @@ class Run:
         if found := self._difference(data):
             raise UserError(
                 f"the data must have the columns, numbers and ids of the run. Received: "
-                f"{data.path}, which differs from {self.path} in {found}. Evaluate on raw rows, or "
-                "train on this one."
+                f"{data.path}, which differs from {self.path} in {found}. Encode the logs by "
+                f"merlin-cowclip prepare LOG --like {shlex.quote(str(self.path))}, or train anew"
             )
 
     def _difference(self, data: PreparedData) -> str | None:
