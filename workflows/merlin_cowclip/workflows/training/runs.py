@@ -263,10 +263,13 @@ class Run:
             ranges, it was prepared with another vocabulary, or adopted from another pipeline.
         """
         if found := self._difference(data):
+            path = shlex.quote(str(self.path))
+            remedy = f"Encode the logs by merlin-cowclip prepare LOG --like {path}"
+            if self.is_adopted:
+                remedy = "Evaluate on raw rows, or adopt parquet that the run's workflow wrote"
             raise UserError(
                 f"the data must have the columns, numbers and ids of the run. Received: "
-                f"{data.path}, which differs from {self.path} in {found}. Encode the logs by "
-                f"merlin-cowclip prepare LOG --like {shlex.quote(str(self.path))}, or train anew"
+                f"{data.path}, which differs from {self.path} in {found}. {remedy}"
             )
 
     def _difference(self, data: PreparedData) -> str | None:
