@@ -59,7 +59,7 @@ def _kill() -> None:
 
 
 End = Callable[[], None]
-RankInfo = Callable[[End], None]
+Place = Callable[[End], None]
 
 
 def _at(
@@ -68,7 +68,7 @@ def _at(
     when: Callable[..., bool] = lambda *_, **__: True,
     *,
     after: bool = False,
-) -> RankInfo:
+) -> Place:
     """At the first call of `owner().name` for which `when` holds: before it, or after it."""
 
     def install(end: End) -> None:
@@ -126,7 +126,7 @@ def _twice(end: End) -> None:
         time.sleep(100)
 
     checkpoint._write = slowly
-    _at(_WATCH, "see")(end)
+    _at(_NAN_CHECK, "see")(end)
 
 
 def _update(number: int) -> Callable[..., bool]:
@@ -141,12 +141,12 @@ def _to(name: str) -> Callable[..., bool]:
     return lambda _, to: Path(to).name.startswith(name)
 
 
-_WATCH, _OS = _of("nan_check", "NanCheck"), lambda: os
-PLACES: dict[str, RankInfo] = {
+_NAN_CHECK, _OS = _of("nan_check", "NanCheck"), lambda: os
+PLACES: dict[str, Place] = {
     "before the first update": _at(_of("trainer", "Trainer"), "epochs"),
     "before there is a network": _at(_of("trainer"), "network"),
-    "in an epoch": _at(_WATCH, "see", _update(5)),
-    "at an epoch's last update": _at(_WATCH, "see", _update(0)),
+    "in an epoch": _at(_NAN_CHECK, "see", _update(5)),
+    "at an epoch's last update": _at(_NAN_CHECK, "see", _update(0)),
     "while the tensors are written": _half_written,
     "before the checkpoint's progress": _at(
         _of("checkpoint"), "write_json", _named("progress.json")
@@ -161,8 +161,8 @@ PLACES: dict[str, RankInfo] = {
     "while the result is written": _at(_OS, "replace", _to("result.json")),
     "once the result is written": _at(_OS, "replace", _to("result.json"), after=True),
 }
-MORE_PLACES: dict[str, RankInfo] = {
-    "in the second epoch": _at(_WATCH, "see", lambda watch, step, loss: step == 18),
+MORE_PLACES: dict[str, Place] = {
+    "in the second epoch": _at(_NAN_CHECK, "see", lambda watch, step, loss: step == 18),
     "twice, while the tensors are written": _twice,
 }
 

@@ -118,7 +118,9 @@ class Tuned:
         def auc(row: Mapping[str, Any]) -> str:
             if diverged := row["aucs"].count(None):
                 return f"diverged, {diverged} of {len(row['aucs'])}"
-            return plus_minus(row["mean"], row["deviation"]) if row["best_epoch"] else "diverged"
+            if not row["best_epoch"]:
+                return "diverged"
+            return plus_minus(row["mean"], row["deviation"]) or "not repeated"
 
         def to_the_best(row: Mapping[str, Any]) -> str:
             is_best = row["number"] == table[0]["number"]
