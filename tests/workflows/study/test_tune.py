@@ -335,10 +335,19 @@ def test_a_budget_that_is_none(data, config, tmp_path):
         tuned_by(data, config, tmp_path / "tune", trials=6, budget=0.0)
 
 
-def test_another_tune_is_refused(data, shared, config):
-    other = dataclasses.replace(config, batch_size=128)
-    words = "with its own data and options, batch_size=256. Received: batch_size=128"
-    with pytest.raises(UserError, match=words):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"batch_size": 128}, "batch_size=256. Received: batch_size=128"),
+        (
+            {"network": {**NETWORK, "mlp": (4, 4)}},
+            r"network mlp=\[\S+\]. Received: network mlp=\[4, 4\]",
+        ),
+    ],
+)
+def test_another_tune_is_refused(data, shared, config, change, words):
+    other = dataclasses.replace(config, **change)
+    with pytest.raises(UserError, match=f"with its own data and options, {words}"):
         tuned_by(data, other, shared.path)
 
 

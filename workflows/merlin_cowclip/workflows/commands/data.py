@@ -172,6 +172,7 @@ def frequencies(
     found = frequencies(opened, out, batch_sizes=batch_sizes or BATCH_SIZES, fields=fields)
     print(found.table())
     print(
+        "ids: in the training rows as encoded, where all missing values are one id.\n"
         "top 3: share of the 3 most frequent ids; ids for 90 %: as few of the most frequent ones.\n"
         "rare at batch size B: ids with P(id) < 1/B. Their learning rate must not be scaled\n"
         "with the batch (Section 3.1)."

@@ -124,6 +124,8 @@ def _begin(values: Mapping[str, Any]) -> Run:
         check(data, config, values["out"])
     shows = is_rank_zero() and not values["quiet"]
     if shows:
+        if values["warm_start"] is not None:
+            source += f"; weights of {values['warm_start']} after its last epoch"
         print(f"{config.model}, rule {config.rule}, {config.update} updates; {source}")
         print(scaling_table(config.base, config.hyperparameters), flush=True)
         for name in ("dense_schedule", "embedding_schedule"):

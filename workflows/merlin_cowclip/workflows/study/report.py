@@ -288,7 +288,7 @@ def compare(
     configs = [run.config for run in opened.values()]
     doubt = "These are single runs: a small difference may be chance. A sweep has several seeds."
     if len({config["data_sha256"] for config in configs}) > 1:
-        doubt = "These runs are of different data, so their AUCs do not compare."
+        headline = headline or "These runs are of different data, so their AUCs do not compare."
     table = _side_by_side(opened, out.absolute().parent)
     sections = [
         Section("runs", "The runs", doubt=doubt, tables=[table], notes=list(notes)),

@@ -44,16 +44,20 @@ def record_of(data: PreparedData, config: TuneConfig, precision: str) -> dict[st
 
 def check_resumable(out: Path, record: Mapping[str, Any]) -> None:
     """Refuse to resume a tune of other data or options than those of `record`."""
-    before, now = (
-        {**one, **one["config"], "config": None, "data": None}  # the data may be moved
-        for one in (read_record(out), json.loads(json.dumps(record)))
-    )
-    if changed := next((name for name in now if before.get(name) != now[name]), None):
+    before, now = _flat(read_record(out)), _flat(json.loads(json.dumps(record)))
+    if changed := next((n for n in {**now, **before} if before.get(n) != now.get(n)), None):
         was, given = (clipped(repr(one.get(changed))) for one in (before, now))
         raise UserError(
             f"a tune must be resumed with its own data and options, {changed}={was}. Received: "
             f"{changed}={given} for {out}. Leave it out, or name another folder"
         )
+
+
+def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
+    """All that must not change, by name; first single values of what has several."""
+    rest = {**record, **record["config"], "config": None, "data": None}  # the data may be moved
+    groups = {name: rest[name] or {} for name in ("network", "base", "columns", "cardinalities")}
+    return {f"{group} {n}": value for group in groups for n, value in groups[group].items()} | rest
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -149,7 +153,7 @@ class Tuned:
         if None in table[0]["aucs"]:
             lines.append("All that were trained again diverged: search lower learning rates.")
         if edge := ", ".join(f"{n} {v:.3g}" for n, v in result["at_the_edge"].items()):
-            lines.append(f"At the edge of what is searched: {edge}.")
+            lines.append(f"At the edge of what is searched: {edge}. Beyond it may be better ones.")
         seconds = result["seconds"]
         lines.append(
             f"Trials and repeats took {seconds:.0f} s with compiling, as long as "
