@@ -137,14 +137,29 @@ def test_falling_rates_fall_over_all_epochs():
 def test_without_a_base_the_portfolio_comes_first():
     config = TuneConfig(batch_size=4096, epochs=3)
     assert not config.rules
-    assert list(config.queue) == config.portfolio
-    assert [one["portfolio"] for one in config.queue.values()] == [*range(1, len(config.queue) + 1)]
+    assert list(config.queue) == config.portfolio[:3]
+    assert [one["portfolio"] for one in config.queue.values()] == [1, 2, 3]
     assert 6 <= len(config.portfolio) <= 8
     for point in config.portfolio:
         assert point.hyperparameters.batch_size == 4096
         assert point.max_epochs <= 3
         assert config.space.point(config.space.params(point)) == point
         config.train_config(point)
+
+
+def test_steps_from_the_best_follow_then_the_rest_of_the_portfolio():
+    config = TuneConfig(batch_size=4096, epochs=3)
+    hp = Hyperparameters(batch_size=4096, dense_lr=2e-2, embedding_lr=1e-2, l2=1e-4, clip=None)
+    after = config.after(Point(hp, "lazy", "falling", 2))
+    changed = [l2 := hp.replace(l2=4e-4), hp.replace(l2=2.5e-5)]
+    changed += [hp.replace(embedding_lr=2e-2), hp.replace(embedding_lr=5e-3)]
+    changed.append(hp.replace(dense_lr=1e-2))  # twice as much is not searched
+    steps = [Point(one, "lazy", "falling", 2) for one in changed]
+    assert list(after) == [*steps, *config.portfolio]
+    assert after[steps[0]] == {"step": "l2 × 4"}
+    assert steps[0] not in config.after(Point(hp.replace(l2=0.0)))
+    back = list(config.after(Point(l2, "lazy", "falling", 2)))
+    assert back[1] == Point(hp, "lazy", "falling", 2)  # to the last bit, so that it is known
 
 
 def test_values_at_the_edge_are_named():

@@ -372,8 +372,14 @@ def test_without_a_base_the_portfolio_is_tried_first(data, tmp_path, fake):
     config = TuneConfig(batch_size=256, network=NETWORK, epochs=4)
     tuned = tuned_by(data, config, tmp_path / "tune", trials=10, seeds=2)
     trials = tuned.result["trials"]
-    assert [Point.from_dict(t) for t in trials[: len(config.portfolio)]] == config.portfolio
+    points = [Point.from_dict(trial) for trial in trials]
+    assert points[:3] == config.portfolio[:3]
     assert [len(t["epochs"]) for t in trials[:3]] == [p.max_epochs for p in config.portfolio[:3]]
+    for number in range(3, 9):
+        best = max(trials[:number], key=lambda trial: trial["auc"])
+        new = [p for p in config.after(Point.from_dict(best)) if p not in points[:number]]
+        assert points[number] == new[0]
+    assert trials[3]["step"] == "l2 × 4"
     assert not any(t["rules"] for t in trials)
     assert tuned.result["not_tried"] == []
     spent = sum(len(t["epochs"]) for t in trials)

@@ -43,7 +43,7 @@ _search = functools.partial(option, group=_SEARCH)
 @fields(TrainConfig, "batch_size", group="Options", batch_size="that of an existing TUNE")
 @quiet
 @_search(
-    "--trials", type=int, default=40, metavar="N", help="trials in all; the first 7 to 10 are fixed"
+    "--trials", type=int, default=40, metavar="N", help="trials in all; the first 3 to 10 are fixed"
 )
 @_search("--budget", type=float, metavar="MINUTES", help="stop after about this many minutes")
 @fields(TrainConfig, "epochs", "seed", group=_SEARCH)
@@ -74,7 +74,7 @@ def tune(data: Path, out: Path, **values: Any) -> None:
     """Search hyperparameters at a batch size itself.
 
     Learning rates, λ, clip and epochs, by rows held out of the training part; the test part is
-    never read. Starts from settings that were best on other data, or, with a base, from what every
+    never read. Starts from settings that were best on other data and, with a base, from what every
     scaling rule predicts. Run it again with the same TUNE to resume it; several processes may
     share one TUNE.
     """

@@ -23,7 +23,11 @@ NETWORK = ("model", *OPTIONS)
 _DECAY = {"name": "linear", "to": 0.0}
 # First the one that a small budget should not leave out.
 _RULES = tuple(sorted(SCALING_RULES, key=lambda name: name != "cowclip"))
-_WITH_RULES = 3  # settings of the portfolio that follow the rules' points
+_STEPS = (
+    *(("l2", 4.0), ("l2", 0.25), ("embedding_lr", 2.0), ("embedding_lr", 0.5)),
+    *(("dense_lr", 2.0), ("dense_lr", 0.5)),
+)
+_FIRST = 3  # settings of the portfolio that are tried before the search
 
 
 def network_of(found: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,8 +114,8 @@ class TuneConfig:
     def queue(self) -> dict[Point, dict[str, Any]]:
         """The points to try first, each once → where they come from: `rules` or `portfolio`.
 
-        These are the rules' points, or the portfolio. After the rules' come √-scaling's with decay,
-        which is best on most data and in no rule, and the first three of the portfolio.
+        These are the rules' points and the first three of the portfolio; between them √-scaling's
+        with decay, which is best on most data and in no rule.
         """
         queue: dict[Point, dict[str, Any]] = {}
         for rule, point in self.rules.items():
@@ -119,10 +123,23 @@ class TuneConfig:
         if "sqrt" in self.rules:
             decaying = dataclasses.replace(self.rules["sqrt"], rates="falling")
             queue.setdefault(decaying, {"rules": ["sqrt, falling"]})
-        portfolio = self.portfolio[: _WITH_RULES if self.rules else None]
-        for number, point in enumerate(portfolio, 1):
+        for number, point in enumerate(self.portfolio[:_FIRST], 1):
             queue.setdefault(point, {"portfolio": number})
         return queue
+
+    def after(self, best: Point) -> dict[Point, dict[str, Any]]:
+        """The points to try once the queue is over: steps from the best, the rest of the portfolio.
+
+        λ matters most, then the embedding rate. As each better point has steps of its own, this is
+        a pattern search (Hooke and Jeeves 1961); a value outside of its range is left out.
+        """
+        hp, points = best.hyperparameters, dict[Point, dict[str, Any]]()
+        for name, factor in _STEPS:
+            value, (low, high) = factor * getattr(hp, name), self.space.ranges[name]
+            if low <= value <= high:
+                step = dataclasses.replace(best, hyperparameters=hp.replace(**{name: value}))
+                points[step] = {"step": f"{name} × {factor:g}"}
+        return points | {point: {"portfolio": n} for n, point in enumerate(self.portfolio, 1)}
 
     @property
     def min_trials(self) -> int:
@@ -143,8 +160,8 @@ class TuneConfig:
 
     @functools.cached_property
     def space(self) -> SearchSpace:
-        """What is searched, with every point of the queue in it."""
-        return SearchSpace(self.batch_size, self.queue, self.epochs)
+        """What is searched, with every point of the queue and the portfolio in it."""
+        return SearchSpace(self.batch_size, [*self.queue, *self.portfolio], self.epochs)
 
     def train_config(self, point: Point) -> TrainConfig:
         """The training of a point; with fewer `epochs` in its place the decay is the same."""

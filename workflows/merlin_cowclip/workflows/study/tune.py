@@ -94,8 +94,9 @@ def tune(
     """Search hyperparameters at one batch size, or resume a search.
 
     Trials train on the training rows except those held out, by which each epoch is measured; the
-    best epoch counts. The test split is not read. What the rules predict from a base, or else the
-    portfolio, is tried first, and to its end. Then the three best trials and the best rule's are
+    best epoch counts. The test split is not read. What the rules predict from a base, and three
+    settings of the portfolio, are tried first, and to their end. Steps from the best trial follow,
+    the rest of the portfolio, and TPE. Then the three best trials and the best rule's are
     trained again from other seeds, as long as they can still win, and the one with the best mean
     is the result. Several processes may share one `out`; each may then make one trial more.
 
@@ -277,6 +278,7 @@ class _Tuning:
             "number": trial.number + 1,
             "rules": attributes.get("rules", []),  # that predicted it
             "portfolio": attributes.get("portfolio"),  # its number there
+            "step": attributes.get("step"),  # from the best trial before
             "auc": max((epoch["auc"] for epoch in epochs), default=None),
             "best_epoch": _best(epochs),
             "why": attributes.get("why"),  # it ended before its last epoch
@@ -303,7 +305,21 @@ class _Tuning:
             if ended + states.count(TrialState.RUNNING) >= self.trials:
                 self._wait()
             else:
+                self._enqueue()
                 self.study.optimize(self._try, n_trials=1, callbacks=[self._print])
+
+    def _enqueue(self) -> None:
+        """If no trial waits, the first point after the queue that is new; else TPE proposes one."""
+        trials = self.study.get_trials(deepcopy=False)
+        ended = [tried for tried in self.tried() if tried["epochs"]]
+        if not ended or TrialState.WAITING in [trial.state for trial in trials]:
+            return
+        known = [trial.params for trial in trials]
+        best = Point.from_dict(max(ended, key=lambda tried: tried["auc"]))
+        for point, origin in self.config.after(best).items():
+            if (params := self.config.space.params(point)) not in known:
+                self.study.enqueue_trial(params, user_attrs=origin)
+                return
 
     def _has_time_for_a_trial(self) -> bool:
         """Besides the repeats of the first finalists."""

@@ -212,6 +212,8 @@ def trial_line(trial: Mapping[str, Any], tried: Sequence[Mapping[str, Any]], mos
     notes = list(trial["rules"])
     if trial["portfolio"]:
         notes.append(f"portfolio {trial['portfolio']}")
+    if trial["step"]:
+        notes.append(trial["step"])
     if why := trial["why"]:
         notes.append("diverged" if len(why) > 40 else why)  # the reason is in the result
     best = max((one["auc"] for one in tried if one["auc"] is not None), default=None)
