@@ -125,7 +125,7 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> float:
 
 
 def _show(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value or "none")
+    return f"{value:.6g}" if isinstance(value, float) else str("none" if value is None else value)
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ def test_a_server_with_the_tensorflow_backend(shop, tmp_path):
     np.testing.assert_allclose(answers[0]["probability"], expected, rtol=0, atol=1e-6)
     np.testing.assert_allclose(answers[1]["probability"], expected[:5], rtol=0, atol=1e-6)
     assert answers[2:] == [
-        "columns differ in their number of rows: 5 in 'user.id', 4 in 'item', 5 in '2-genres', "
+        "columns differ in their number of rows: 4 in 'item', 5 in 'user.id', 5 in '2-genres', "
         "5 in 'tags', 5 in 'price', 5 in 'age'",
         "column 'item' is not UTF-8. Encode it",
         f"'tags__offsets' must rise from 0 to {len(five['tags__values'])}, the number of values. "

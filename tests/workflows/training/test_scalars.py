@@ -73,7 +73,7 @@ def test_a_summary_has_all_its_columns():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ([LINEAR], "No id was clipped: the clip applies to no table."),
+        ([LINEAR], "No table is clipped."),
         (
             [field("a"), field("b"), LINEAR],
             "CowClip was inactive in this run (no row reached its bound); the result comes from "

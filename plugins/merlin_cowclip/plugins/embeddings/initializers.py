@@ -35,7 +35,7 @@ def warn_of_others_than(stddev: float, specs: Iterable[TableSpec], *, stacklevel
         warnings.warn(
             f"init_stddev is {stddev:g}, but the embedding tables {names} start with mean "
             f"{mean:.3g} and standard deviation {sigma:.3g}. Pass init_tables=True to for_model, "
-            "before the model is first called.",
+            f"before the model is first called. Or, for trained tables, init_stddev={sigma:.3g}.",
             stacklevel=stacklevel,
         )
 

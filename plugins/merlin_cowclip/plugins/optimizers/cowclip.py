@@ -210,7 +210,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             raise ValueError(
                 "update='deferred' needs tables whose rows can catch up before they are read: "
                 f"those of FusedEmbeddings. Received: {others}. Use 'exact' or 'lazy', or put "
-                "FusedEmbeddings in their place"
+                "FusedEmbeddings in their place: mm.DLRMModel(schema, embeddings=FusedEmbeddings("
+                "schema, 16, stacked=False), …)"
             )
         if deferred and self._has_stepped and not set(self._specs or ()) <= set(specs):
             raise ValueError(

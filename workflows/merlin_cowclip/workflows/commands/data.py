@@ -240,16 +240,16 @@ def _changed_spec(spec: DatasetSpec, values: Mapping[str, Any]) -> DatasetSpec:
 
 
 def _columns(data: PreparedData) -> str:
-    """A table of the adopted columns: role, number of ids or range, embedding table."""
+    """A table of the adopted columns: role, embedding rows or range, embedding table."""
     tables = {field: " + ".join(fields) for fields in data.domains for field in fields}
     positives, count = data.report["positives"]["train"], data.rows["train"]
     rows = [(data.spec.label, "label", f"{positives / count:.4g} positive", "")]
     for field in data.spec.ids:
         role = "list of ids" if field in data.spec.lists else "id"
-        rows.append((field, role, f"{data.cardinalities[field]:,} ids", tables[field]))
+        rows.append((field, role, f"{data.cardinalities[field]:,} rows", tables[field]))
     for name, of in data.report["fields"].items():
         rows.append((name, "number", f"{of['min']:.4g} to {of['max']:.4g}", ""))
-    return format_table(("column", "role", "ids or range", "table"), rows)
+    return format_table(("column", "role", "rows or range", "table"), rows)
 
 
 def _sizes(data: PreparedData) -> str:

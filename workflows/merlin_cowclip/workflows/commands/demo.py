@@ -141,9 +141,14 @@ def _conclusion(aucs: Sequence[float]) -> str:
     rules = [(run, auc - aucs[0]) for run, auc in zip(RUNS[1:], aucs[1:], strict=True)]
     kept = [run.title for run, difference in rules if difference >= -_CHANCE]
     lost = [run.title for run, difference in rules if difference < -_CHANCE]
+
+    def listed(titles: Sequence[str]) -> str:
+        *first, last = titles or ["no rule"]
+        return f"{', '.join(first)} and {last}" if first else last
+
     against = ", ".join(f"{run.name} {difference:+.4f}" for run, difference in rules)
     return (
         f"A batch {RUNS[-1].batch_size // RUNS[0].batch_size} times as large keeps its accuracy "
-        f"with {', '.join(kept) or 'no rule'}, and loses some with {', '.join(lost) or 'no rule'}. "
+        f"with {listed(kept)}, and loses some with {listed(lost)}. "
         f"Test AUC against the base's {aucs[0]:.4f}: {against}."
     )

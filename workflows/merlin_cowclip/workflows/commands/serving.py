@@ -49,7 +49,8 @@ from merlin_cowclip.workflows.errors import UserError
     "--check-raw",
     many=True,
     metavar="RAW...",
-    help="raw rows, as for predict: score 10,000 with the exported model and compare with predict",
+    help="raw rows, as for predict: score 10,000 with the exported model and compare with predict; "
+    "not with --drop-rare",
 )
 @option("--data", type=PATH, help="the run's data, for --rare and --drop-rare, if it has moved")
 @checkpoint
@@ -76,6 +77,8 @@ def export(
 
     if out is None and (drop_rare is not None or not rare):
         raise UserError("export needs --out REPOSITORY, or only --rare P for a report")
+    if drop_rare is not None and check_raw:
+        raise UserError("--drop-rare changes probabilities, so --check-raw cannot compare them")
     if out is not None:
         refuse_existing(out)
     opened = Run.open(run, trust_workflow=options["trust_workflow"])

@@ -59,7 +59,7 @@ _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "quiet"}
     "--resume",
     "RUN",
     "resume a stopped or killed run from its last checkpoint; the result is bit-identical to that "
-    "of an uninterrupted run. Only --epochs may be raised; DATA where the data was moved",
+    "of an uninterrupted run. Only --epochs may be raised; give DATA if it was moved",
 )
 @path("--config", "FILE", "JSON file or run folder with options; those given here override it")
 @path("--tuned", "TUNE", "use the best values of a tune, scaled by --rule to another --batch-size")
@@ -126,7 +126,8 @@ def _begin(values: Mapping[str, Any]) -> Run:
     if shows:
         if values["warm_start"] is not None:
             source += f"; weights of {values['warm_start']} after its last epoch"
-        print(f"{config.model}, rule {config.rule}, {config.update} updates; {source}")
+        rule = "values not scaled" if config.rule == "none" else f"rule {config.rule}"
+        print(f"{config.model}, {rule}, {config.update} updates; {source}")
         print(scaling_table(config.base, config.hyperparameters), flush=True)
         for name in ("dense_schedule", "embedding_schedule"):
             if schedule := getattr(config, name):

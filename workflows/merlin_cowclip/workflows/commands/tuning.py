@@ -71,7 +71,7 @@ _search = functools.partial(option, group=_SEARCH)
 @fields(TrainConfig, *NETWORK)
 @fields(TrainConfig, "deterministic")
 def tune(data: Path, out: Path, **values: Any) -> None:
-    """Search hyperparameters at a batch size itself.
+    """Search hyperparameters directly at a given batch size.
 
     Learning rates, λ, clip and epochs, by rows held out of the training part; the test part is
     never read. Starts from settings that were best on other data and, with a base, from what every

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -144,8 +145,9 @@ def _check_lengths(request: Mapping[str, np.ndarray]) -> None:
                 )
         elif f"{name.removesuffix('__values')}__offsets" not in request:
             rows[name] = len(array)
-    if len({*rows.values()}) > 1:
-        found = ", ".join(f"{number} in {name!r}" for name, number in rows.items())
+    if len(others := Counter(rows.values())) > 1:
+        rare_first = sorted(rows.items(), key=lambda item: others[item[1]])
+        found = ", ".join(f"{number} in {name!r}" for name, number in rare_first)
         raise UserError(f"columns differ in their number of rows: {clipped(found)}")
     if not any(rows.values()):
         raise UserError(_NO_ROWS)

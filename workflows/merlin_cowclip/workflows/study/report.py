@@ -302,10 +302,10 @@ def _best(opened: Mapping[str, Run]) -> str:
     last = {name: run.result["auc"] for name, run in opened.items()}
     top = {n: max(epoch["auc"] for epoch in run.result["epochs"]) for n, run in opened.items()}
     first, any_first = (max(aucs, key=aucs.__getitem__) for aucs in (last, top))
-    return (
-        f"Highest test AUC: after the last epoch {first}, {AUC.shown(last[first])} %; after any "
-        f"epoch {any_first}, {AUC.shown(top[any_first])} %."
-    )
+    found = f"Highest test AUC: after the last epoch {first}, {AUC.shown(last[first])} %"
+    if top[any_first] == last[first]:
+        return f"{found}."
+    return f"{found}; after any epoch {any_first}, {AUC.shown(top[any_first])} %."
 
 
 def _side_by_side(opened: Mapping[str, Run], home: Path) -> Table:

@@ -394,9 +394,13 @@ class _Tuning:
             )
         if self.show:
             minutes = len(self.seeds) * sum(map(_seconds_again, finalists)) / 60
+            if (ended := len(self.tried())) < self.trials:
+                print(
+                    f"The budget ends the search after {ended} trials. The same command continues."
+                )
             print(
-                f"Training up to {len(finalists)} of them again from {len(self.seeds)} other "
-                f"seeds, {minutes:.1f} minutes at most",
+                f"Repeating the best {len(finalists)} with {len(self.seeds)} other seeds, "
+                f"{minutes:.1f} minutes at most",
                 flush=True,
             )
         left = [(tried, seed) for tried in finalists for seed in self.seeds]

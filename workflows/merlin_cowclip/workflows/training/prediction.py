@@ -155,9 +155,9 @@ def _notice_unknown(run: Run, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     fields = [name for name, count in unknown.items() if count >= ENOUGH]
     if fields:
         warnings.warn(
-            f"the run knows no id of {quoted(fields)} in these rows: all count as unknown. Later "
-            "times do; others may be written otherwise than in the run's own data, or be of "
-            "another type",
+            f"the run knows no id of {quoted(fields)} in these rows: all count as unknown. This is "
+            "normal for a column of times. Other ids may have another spelling or type than in the "
+            "training data, or the columns another order",
             Notice,
             stacklevel=2,
         )

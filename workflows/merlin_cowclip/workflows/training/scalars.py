@@ -73,7 +73,7 @@ def clip_sentence(fields: Sequence[FieldStatistics], clip: str | None) -> str:
     if clip is None:
         return "No clip."
     if not clipped:
-        return "No id was clipped: the clip applies to no table."
+        return "No table is clipped."
     whole = _sum(field.all for field in clipped)
     if not whole.clipped_rows:
         name = "CowClip" if clip == "adaptive_column" else "The clip"

@@ -8,6 +8,7 @@ other of it, at every `EVERY`th update, as that costs a millisecond.
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
@@ -80,6 +81,8 @@ class Stopping:
         now = time.monotonic()
         if self._heard is None:
             self._heard, self._heard_at = number, now
+            if os.isatty(2):  # not by `print`, which a handler may find half-way
+                os.write(2, b"\nStopping after this step. A second signal ends it at once.\n")
             if not self._several:
                 self.asked, self.number = True, number
         elif not self._several or now - self._heard_at >= _ONCE:
