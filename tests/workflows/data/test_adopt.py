@@ -224,9 +224,9 @@ def test_what_adopt_prints(adopted):
     table = {line[0]: " ".join(line[1].split()) for line in lines[:11]}
     rate = pd.concat(map(pd.read_parquet, data.train_files))["click"].mean()
     assert table["click"] == f"label {rate:.4g} positive"
-    assert table["user"] == "id 63 ids user"
-    assert table["src"] == table["dst"] == "id 15 ids src + dst"
-    assert table["genres"] == "list of ids 9 ids genres"
+    assert table["user"] == "id 63 rows user"
+    assert table["src"] == table["dst"] == "id 15 rows src + dst"
+    assert table["genres"] == "list of ids 9 rows genres"
     assert table["price"].startswith("number -3.")
     occur = {field: data.counts(field)["count"] > 0 for field in data.spec.ids}
     occur["genres"][0] = False  # padding

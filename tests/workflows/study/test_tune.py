@@ -193,7 +193,7 @@ def test_interrupted_and_resumed(data, config, tmp_path, fake, shared, monkeypat
     assert [int(line.split()[0]) for line in lines] == [
         t["number"] for t in tuned.result["trials"][8:]
     ]
-    assert again.startswith("Training ")
+    assert again.startswith("Repeating ")
     assert all(re.match(r"trial \d+ again, seed 123\d: AUC 0\.\d{5}$", line) for line in repeats)
     assert len(repeats) == sum(len(row["seeds"]) for row in tuned.result["table"])
     trials = tuned.result["trials"]

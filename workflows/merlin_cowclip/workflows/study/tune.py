@@ -399,7 +399,7 @@ class _Tuning:
                     f"The budget ends the search after {ended} trials. The same command continues."
                 )
             print(
-                f"Repeating the best {len(finalists)} with {len(self.seeds)} other seeds, "
+                f"Repeating up to {len(finalists)} trials with {len(self.seeds)} other seeds, "
                 f"{minutes:.1f} minutes at most",
                 flush=True,
             )
