@@ -63,11 +63,11 @@ def _either_way(request):
 @pytest.mark.parametrize("clip", CHOICES["clip"])
 @pytest.mark.parametrize("update", CHOICES["update"])
 def test_reused_as_if_new(rows, tmp_path, update, clip):
-    config, trainers = TuneConfig(batch_size=SIZE, network=NETWORK, epochs=2), Trainers(rows)
+    config, trainers = TuneConfig(batch_size=SIZE, network=NETWORK, epochs=3), Trainers(rows)
     trials = []
     for hp, rates, seed in TRIALS:
         hp = hp.replace(clip=None if clip == "none" else clip)
-        trial = dataclasses.replace(config.train_config(Point(hp, update, rates)), seed=seed)
+        trial = dataclasses.replace(config.train_config(Point(hp, update, rates, 3)), seed=seed)
         if hp.dense_lr > 1:
             with pytest.raises(NotFiniteError):
                 list(trainers.epochs(trial, Stopping()))
