@@ -107,7 +107,7 @@ def tune(
         trials: how many in all, no fewer than the rules' points.
         seeds: how often the best are trained again.
         budget: minutes that it may take, about; then fewer trials, and where the time does not
-            suffice only the best two are trained again.
+            suffice only the best two are trained again. Time that is left is for more trials.
         command: the command that searches the same again, for the result.
         progress: whether to show bars and a line per trial.
 
@@ -136,8 +136,7 @@ def tune(
             tuning = _Tuning(config, out, trials, others, end, stopping, progress)
             try:
                 with as_user_errors(tuning.rows, out):
-                    tuning.search()
-                    tuning.repeat()
+                    tuning.run()
             except KeyboardInterrupt:
                 raise Stopped(
                     f"interrupted; {len(tuning.tried())} trials that have ended are kept. "
@@ -287,15 +286,25 @@ class _Tuning:
             "epochs": epochs,
         }
 
-    # Trials
-
-    def search(self) -> None:
-        """Try points until there are enough, or the time that the repeats leave is over."""
+    def run(self) -> None:
+        """Search and repeat, and again if a budget has time left."""
         if self.show:
             if few := few_steps(self.rows.rows["train"], self.config.batch_size):
                 print(f"Warning: {few}")
             print("The first trial compiles the training step, which takes longer.")
             print(HEADER, flush=True)
+        self._search()
+        self._repeat()
+        while len(self.tried()) < self.trials and self._has_time_for_a_trial():
+            self._search()
+            self._repeat()
+        if self.show and (ended := len(self.tried())) < self.trials:
+            print(f"The budget ends the search after {ended} trials. The same command continues.")
+
+    # Trials
+
+    def _search(self) -> None:
+        """Try points until there are enough, or the time that the repeats leave is over."""
         while self._has_time_for_a_trial():
             optuna.storages.fail_stale_trials(self.study)
             states = [trial.state for trial in self.study.get_trials(deepcopy=False)]
@@ -322,10 +331,14 @@ class _Tuning:
                 return
 
     def _has_time_for_a_trial(self) -> bool:
-        """Besides the repeats of the first finalists."""
-        took = [tried["seconds"] for tried in self.tried() if tried["epochs"]]
-        again = len(self.seeds) * sum(map(_seconds_again, self._finalists()[:_MUST]))
-        return not took or self.end - time.monotonic() - again > statistics.fmean(took)
+        """Besides the repeats that are left of the first finalists, or those of the trial."""
+        if not (tried := [one for one in self.tried() if one["epochs"]]):
+            return True
+        left = [t for t, _ in self._left(self._finalists()[:_MUST])]
+        own = len(self.seeds) * statistics.fmean(map(_seconds_again, tried))
+        again = max(own, sum(map(_seconds_again, left)))
+        took = statistics.fmean(one["seconds"] for one in tried)
+        return self.end - time.monotonic() - again > took
 
     def _wait(self) -> None:
         """For what other processes do."""
@@ -384,7 +397,7 @@ class _Tuning:
         means = [row["mean"] for row in rows if self._rank(row)[0] > 0]
         return not tried["rules"] and tried["auc"] < max(means, default=0) - MARGIN
 
-    def repeat(self) -> None:
+    def _repeat(self) -> None:
         """Train the finalists from other seeds."""
         finalists = self._finalists()
         if not finalists:
@@ -392,33 +405,35 @@ class _Tuning:
                 "a trial must end with numbers. Received: all of them diverged, one with: "
                 f"{self.tried()[-1]['why']}"
             )
-        if self.show:
-            minutes = len(self.seeds) * sum(map(_seconds_again, finalists)) / 60
-            if (ended := len(self.tried())) < self.trials:
-                print(
-                    f"The budget ends the search after {ended} trials. The same command continues."
-                )
+        left = self._left(finalists)
+        if self.show and left:
+            minutes = sum(_seconds_again(tried) for tried, _ in left) / 60
+            number = len({tried["number"] for tried, _ in left})
             print(
-                f"Repeating up to {len(finalists)} trials with {len(self.seeds)} other seeds, "
-                f"{minutes:.1f} minutes at most",
+                f"Repeating up to {number} trials with other seeds, {minutes:.1f} minutes at most",
                 flush=True,
             )
-        left = [(tried, seed) for tried in finalists for seed in self.seeds]
-        while left := [(tried, seed) for tried, seed in left if self._is_left(tried, seed)]:
+        while left:
             for tried, seed in left:
                 is_late = time.monotonic() + _seconds_again(tried) > self.end
                 if is_late and tried not in finalists[:_MUST]:
                     return
-                name = _repeat(tried, seed)
+                name = _name(tried, seed)
                 with alone_with(self.out / name, wait=False) as is_mine:
                     if not is_mine:
                         self._wait()
                     elif self._is_left(tried, seed):  # by other processes, too
                         self._train_again(tried, seed)
+            left = self._left(finalists)
+
+    def _left(self, finalists: Sequence[Tried]) -> list[tuple[Tried, int]]:
+        """Of which finalists and seeds repeats are left."""
+        pairs = [(tried, seed) for tried in finalists for seed in self.seeds]
+        return [(tried, seed) for tried, seed in pairs if self._is_left(tried, seed)]
 
     def _is_left(self, tried: Tried, seed: int) -> bool:
         """Whether it is to be trained again from a seed."""
-        return _repeat(tried, seed) not in self.study.user_attrs and not self._is_behind(tried)
+        return _name(tried, seed) not in self.study.user_attrs and not self._is_behind(tried)
 
     def _train_again(self, tried: Tried, seed: int) -> None:
         config = dataclasses.replace(self._best_of(tried), seed=seed)
@@ -431,7 +446,7 @@ class _Tuning:
         if self.show:
             ended = "diverged" if auc is None else f"AUC {auc:.5f}"
             print(f"trial {tried['number']} again, seed {seed}: {ended}", flush=True)
-        self.study.set_user_attr(_repeat(tried, seed), {"auc": auc, "seconds": _seconds(found)})
+        self.study.set_user_attr(_name(tried, seed), {"auc": auc, "seconds": _seconds(found)})
 
     def _best_of(self, tried: Tried) -> TrainConfig:
         """A trial's training up to its best epoch."""
@@ -471,8 +486,8 @@ class _Tuning:
     def _row(self, tried: Tried) -> dict[str, Any]:
         """A line of the table; an AUC is `None` where it diverged from that seed."""
         known = self.study.user_attrs
-        seeds = [seed for seed in self.seeds if _repeat(tried, seed) in known]
-        aucs = [known[_repeat(tried, seed)]["auc"] for seed in seeds]
+        seeds = [seed for seed in self.seeds if _name(tried, seed) in known]
+        aucs = [known[_name(tried, seed)]["auc"] for seed in seeds]
         what = ", ".join(tried["rules"]) or f"trial {tried['number']}"
         row = {"what": what, **tried, "seeds": seeds, "aucs": aucs}
         row["mean"], row["deviation"] = spread(aucs)
@@ -512,7 +527,7 @@ def _seconds_again(tried: Tried) -> float:
     return _seconds(tried["epochs"][: tried["best_epoch"]])
 
 
-def _repeat(tried: Tried, seed: int) -> str:
+def _name(tried: Tried, seed: int) -> str:
     """The name of what a trial comes to from another seed."""
     return f"repeat {tried['number']} {seed}"
 
