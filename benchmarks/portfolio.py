@@ -7,7 +7,9 @@ value most, on average over the data sets:
     python benchmarks/portfolio.py logs FOLDER       # synthetic logs of five shapes, to prepare
     python benchmarks/portfolio.py measure RECORD NAME DATA --batch-size 4096   # each data set:
     python benchmarks/portfolio.py measure …         # search; and again: those of the others
+    python benchmarks/portfolio.py measure … --scaled   # the others' best, scaled to this data set
     python benchmarks/portfolio.py choose RECORD     # the leave-one-out table, and the portfolio
+    python benchmarks/portfolio.py transfer RECORD   # what is lost with values as found, and scaled
     python benchmarks/portfolio.py curve OUT TUNE…   # a picture of how the best AUC of tunes rises
 
 `benchmarks/records/portfolio.json` is the record that we chose by. "Leave one out": chosen by the
@@ -17,9 +19,10 @@ other data sets, without any point that was found on this one.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,14 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "dense_ids": {"rows": 800_000, "sizes": [200] * 8, "tail": 0.5, "clicks": 0.4},
 }
 """Ids of each field, or between which numbers they are drawn."""
+SCALED: Mapping[str, Mapping[str, tuple[str, float]]] = {
+    "as found": {},
+    "λ by rows": {"l2": ("rows", 1.0)},
+    "η by steps": {"dense_lr": ("steps", 1.0), "embedding_lr": ("steps", 1.0)},
+    "η by √batch size": {"dense_lr": ("batch_size", -0.5), "embedding_lr": ("batch_size", -0.5)},
+}
+"""How values may be scaled from one data set to another: value → of which ratio what power, of what
+a data set has to what the other one has. Rows and steps are those of an epoch."""
 WORST = 0.03  # a loss in AUC that is as bad as any greater one
 SIZE = 7  # of the portfolio
 
@@ -95,6 +106,7 @@ def measure(record: dict[str, Any], name: str, data: Path, options: argparse.Nam
     """Try the record's points on a data set, then search, and add the best."""
     config = TuneConfig(options.batch_size, {"mlp": (128, 128, 128)}, epochs=options.epochs)
     of_data = record.setdefault(name, {"batch_size": config.batch_size, "tried": []})
+    of_data["rows"] = PreparedData.open(data).rows["train"]
     tried = of_data["tried"]
     study = optuna.create_study(
         direction="maximize", sampler=optuna.samplers.TPESampler(seed=7, multivariate=True)
@@ -117,6 +129,10 @@ def measure(record: dict[str, Any], name: str, data: Path, options: argparse.Nam
             print(name, found_on, f"{max(aucs, default=0):.4f}", point, flush=True)
             return max(aucs, default=0.5)
 
+        if options.scaled:
+            for found_on, how, point in scaled(record, name):
+                run(config.adapted(point), f"{found_on}, {how}")
+            return
         for found_on, best in candidates(record):
             point = config.adapted(best)
             if point.to_dict() not in [one["point"] for one in tried]:
@@ -133,6 +149,41 @@ def candidates(record: Mapping[str, Any]) -> list[tuple[str, Point]]:
         best = sorted(own, key=lambda one: -max(one["aucs"]))[:2]
         found += [(name, Point.from_dict(one["point"])) for one in best]
     return found
+
+
+def scaled(record: Mapping[str, Any], name: str) -> Iterator[tuple[str, str, Point]]:
+    """The best point of each other data set whose rows are known, scaled to this one."""
+    mine = _quantities(record[name])
+    for found_on, point in candidates(record)[::2]:
+        if found_on == name or "rows" not in record[found_on]:
+            continue
+        its, hp = _quantities(record[found_on]), point.hyperparameters
+        for how, powers in SCALED.items():
+            values = {
+                value: getattr(hp, value) * (its[of] / mine[of]) ** power
+                for value, (of, power) in powers.items()
+            }
+            yield found_on, how, dataclasses.replace(point, hyperparameters=hp.replace(**values))
+
+
+def _quantities(of_data: Mapping[str, Any]) -> dict[str, float]:
+    rows, batch_size = of_data["rows"], of_data["batch_size"]
+    return {"rows": rows, "batch_size": batch_size, "steps": rows / batch_size}
+
+
+def transfer(record: Mapping[str, Any]) -> str:
+    """What the best point of each data set loses on the others, as it was found and scaled."""
+    lines = []
+    for name, of_data in record.items():
+        aucs = {one["found_on"]: max(one["aucs"], default=0) for one in of_data["tried"]}
+        for found_on in record:
+            found = [aucs.get(f"{found_on}, {how}") for how in SCALED]
+            if None not in found:
+                after = (min(max(aucs.values()) - auc, WORST) for auc in found)
+                lines.append((name, found_on, *after))
+    mean = ("mean", "", *np.mean([line[2:] for line in lines], axis=0))
+    shown = [(*line[:2], *(f"{100 * one:.2f}" for one in line[2:])) for line in [*lines, mean]]
+    return format_table(("data", "found on", *SCALED), shown)
 
 
 def losses(record: Mapping[str, Any]) -> tuple[list[tuple[str, Point]], np.ndarray]:
@@ -199,7 +250,7 @@ def curve(out: Path, tunes: Sequence[Path]) -> None:
 
 
 def main() -> None:
-    """One of the four commands."""
+    """One of the five commands."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("logs").add_argument("folder", type=Path)
@@ -211,6 +262,8 @@ def main() -> None:
     one.add_argument("--epochs", type=int, default=6)
     one.add_argument("--held-out", type=float, default=0.1)
     one.add_argument("--trials", type=int, default=24)
+    one.add_argument("--scaled", action="store_true")
+    commands.add_parser("transfer").add_argument("record", type=Path)
     chosen = commands.add_parser("choose")
     chosen.add_argument("record", type=Path)
     chosen.add_argument("--without", help="print a portfolio chosen without this data set alone")
@@ -229,6 +282,9 @@ def main() -> None:
     if options.command == "measure":
         measure(record, options.name, options.data, options)
         options.record.write_text(json.dumps(record, indent=1) + "\n")
+        return
+    if options.command == "transfer":
+        print(transfer(record))
         return
     points, loss = losses(record)
     allowed = np.array([name != options.without for name, _ in points])

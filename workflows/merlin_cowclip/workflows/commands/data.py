@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from merlin_cowclip.plugins._text import format_table
+from merlin_cowclip.plugins.scaling import MIN_STEPS, K
 from merlin_cowclip.workflows.commands.options import (
     COUNTS,
     PATH,
@@ -81,8 +82,11 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
     data = prepare(spec, input, out, like=like, **options)
     _print_report(data, is_fitted=like is None)
     is_run = run is not None and (run / "config.json").exists()
-    warm_start = f" --warm-start {shlex.quote(str(run))}" * is_run
-    print(f"Next: merlin-cowclip train {shlex.quote(str(data.path))}{warm_start} --out run")
+    size = max((1 << (data.rows["train"] // MIN_STEPS).bit_length()) // 2, 1)
+    how = f" --batch-size {size}" * (size < K)  # else the default has enough steps per epoch
+    if is_run:
+        how = f" --warm-start {shlex.quote(str(run))}"
+    print(f"Next: merlin-cowclip train {shlex.quote(str(data.path))}{how} --out run")
 
 
 def _print_report(data: PreparedData, is_fitted: bool) -> None:
