@@ -52,6 +52,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 SCALED: Mapping[str, Mapping[str, tuple[str, float]]] = {
     "as found": {},
     "λ by rows": {"l2": ("rows", 1.0)},
+    "λ by steps": {"l2": ("steps", 1.0)},
     "η by steps": {"dense_lr": ("steps", 1.0), "embedding_lr": ("steps", 1.0)},
     "η by √batch size": {"dense_lr": ("batch_size", -0.5), "embedding_lr": ("batch_size", -0.5)},
 }
@@ -130,8 +131,10 @@ def measure(record: dict[str, Any], name: str, data: Path, options: argparse.Nam
             return max(aucs, default=0.5)
 
         if options.scaled:
+            known = {one["found_on"] for one in tried}
             for found_on, how, point in scaled(record, name):
-                run(config.adapted(point), f"{found_on}, {how}")
+                if f"{found_on}, {how}" not in known:
+                    run(config.adapted(point), f"{found_on}, {how}")
             return
         for found_on, best in candidates(record):
             point = config.adapted(best)
@@ -172,18 +175,16 @@ def _quantities(of_data: Mapping[str, Any]) -> dict[str, float]:
 
 
 def transfer(record: Mapping[str, Any]) -> str:
-    """What the best point of each data set loses on the others, as it was found and scaled."""
-    lines = []
-    for name, of_data in record.items():
+    """Mean loss of the best point of each data set on the others, as it was found and scaled."""
+    lost: dict[str, list[float]] = {how: [] for how in SCALED}
+    for of_data in record.values():
         aucs = {one["found_on"]: max(one["aucs"], default=0) for one in of_data["tried"]}
-        for found_on in record:
-            found = [aucs.get(f"{found_on}, {how}") for how in SCALED]
-            if None not in found:
-                after = (min(max(aucs.values()) - auc, WORST) for auc in found)
-                lines.append((name, found_on, *after))
-    mean = ("mean", "", *np.mean([line[2:] for line in lines], axis=0))
-    shown = [(*line[:2], *(f"{100 * one:.2f}" for one in line[2:])) for line in [*lines, mean]]
-    return format_table(("data", "found on", *SCALED), shown)
+        for label, auc in aucs.items():
+            how = label.partition(", ")[2]
+            if how in lost:
+                lost[how].append(100 * min(max(aucs.values()) - auc, WORST))
+    lines = [(how, str(len(of)), f"{np.mean(of):.2f}") for how, of in lost.items()]
+    return format_table(("values", "pairs of data", "mean loss of AUC, %"), lines)
 
 
 def losses(record: Mapping[str, Any]) -> tuple[list[tuple[str, Point]], np.ndarray]:
@@ -292,7 +293,11 @@ def main() -> None:
     if options.without is None:
         print(leave_one_out(record))
     best = choose(loss[kept], allowed)
-    print(json.dumps([described(*points[number]) for number in best], indent=1))
+    found = [
+        {**described(*points[number]), "rows": record[points[number][0]].get("rows")}
+        for number in best
+    ]
+    print(json.dumps(found, indent=1))
 
 
 def described(found_on: str, point: Point) -> dict[str, Any]:
