@@ -159,6 +159,16 @@ def test_values_of_a_base_stay_at_the_base():
     assert base_fields(config.base)["base_batch_size"] == 128 * K
 
 
+def test_a_warm_start_of_fewer_epochs_ends_its_schedules(tmp_path):
+    falling = {"name": "linear", "to": 0.0, "epochs": 3.0}
+    was = TrainConfig(epochs=3, warmup_epochs=1.5, dense_schedule=falling, l2=1e-6)
+    (tmp_path / "config.json").write_text(json.dumps(was.to_dict()))
+    config = config_of(f"--warm-start {tmp_path} --epochs 1")
+    assert (config.epochs, config.warmup_epochs, config.l2) == (1, 0.5, 1e-6)
+    assert config.dense_schedule == {**falling, "epochs": None}
+    assert config_of(f"--config {tmp_path} --epochs 1").dense_schedule == falling
+
+
 def test_the_papers_values_are_the_base_of_tune_and_sweep(tmp_path):
     """Of Avazu, at the base; of other data each rule has its own."""
     for name, values in (("avazu", preset("avazu", K)), ("criteo", None), ("mine", None)):

@@ -172,8 +172,10 @@ def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainCo
         raise UserError(f"--{sources[0]} excludes --{sources[1]}. Leave one out")
     if values["tuned"] is not None:
         found, source = _tuned(values["tuned"], data, options)
-    elif file := values["config"] or (values["warm_start"] if not sources else None):
-        found, source = _read_config(file), f"values of {file}"
+    elif values["config"] is not None:
+        found, source = _read_config(values["config"]), f"values of {values['config']}"
+    elif values["warm_start"] is not None and not sources:
+        found, source = _again(values["warm_start"], options), f"values of {values['warm_start']}"
     else:
         found, source = _preset(values["preset"] or data.spec.name, options)
     if own := [name for name in BASE_FIELDS if name in options]:
@@ -210,6 +212,13 @@ def _tuned(
             "Name it, or tune at that batch size"
         )
     return found.to_dict(), f"values of {folder}"
+
+
+def _again(run: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's values; with other `epochs` its warm-up and its schedules take the same part."""
+    found = TrainConfig.from_dict(_read_config(run))
+    part = options.get("epochs", found.epochs) / found.epochs
+    return {**found.to_dict(), **found.schedules(), "warmup_epochs": part * found.warmup_epochs}
 
 
 def _preset(dataset: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
