@@ -102,7 +102,7 @@ def test_the_printed_numbers(here):
     home, done = here
     assert re.fullmatch(
         r"2,700 training rows \([\d.]+ % clicks\) and 300 test rows \([\d.]+ % clicks\), split "
-        r"random: data\n[\d,]+ ids in 3 fields: \w+ [\d,]+, .*\n"
+        r"random: data\n[\d,]+ distinct ids in 3 fields: \w+ [\d,]+, .*; [\d,]+ embedding rows\n"
         r"Next: merlin-cowclip train data --batch-size 64 --out run\n",
         done["prepare"].stdout,
     )

@@ -85,7 +85,7 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
     size = max((1 << (data.rows["train"] // MIN_STEPS).bit_length()) // 2, 1)
     how = f" --batch-size {size}" * (size < K)  # else the default has enough steps per epoch
     if is_run:
-        how = f" --warm-start {shlex.quote(str(run))}"
+        how = f" --warm-start {shlex.quote(str(run))} --epochs 1"
     print(f"Next: merlin-cowclip train {shlex.quote(str(data.path))}{how} --out run")
 
 
@@ -105,12 +105,18 @@ def _print_report(data: PreparedData, is_fitted: bool) -> None:
     column = f" by {split.column!r}" if split.column else ""
     print(f"{' and '.join(rows)}, split {split.kind}{column}: {data.path}")
     ids = {name: fields[name]["distinct"] for name in data.spec.ids}
-    print(f"{sum(ids.values()):,} ids in {len(ids)} fields: {_most(ids)}")
+    print(
+        f"{sum(ids.values()):,} distinct ids in {len(ids)} fields: {_most(ids)}; "
+        f"{data.table_rows:,} embedding rows"
+    )
     if not is_fitted:
         unknown = {name: fields[name]["below_threshold"] for name in data.spec.ids}
-        share = sum(unknown.values()) / max(sum(fields[name]["occurrences"] for name in ids), 1)
-        shown = _most({name: number for name, number in unknown.items() if number})
-        print(f"unknown ids: {share:.1%} of the training occurrences{f' ({shown})' * bool(shown)}")
+        occurrences = {name: max(fields[name]["occurrences"], 1) for name in ids}
+        share = sum(unknown.values()) / sum(occurrences.values())
+        shares = {name: unknown[name] / occurrences[name] for name in ids if unknown[name]}
+        most = sorted(shares, key=lambda name: -shares[name])[:SHOWN_FIELDS]
+        listed = ", ".join(f"{name} {shares[name]:.1%}" for name in most)
+        print(f"unknown ids: {share:.1%} of the training occurrences{f'; {listed}' * bool(most)}")
 
 
 def _encoding(path: Path, values: Mapping[str, Any]) -> Encoding:
