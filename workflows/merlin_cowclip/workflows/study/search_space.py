@@ -112,13 +112,22 @@ class SearchSpace:
         return low / 10 if name in _MAY_BE_ZERO else low
 
     def at_the_edge(self, point: Point) -> dict[str, float]:
-        """The numbers of a point within a twentieth of an end of their range, by name."""
+        """The numbers of a point within a twentieth of an end of their range, by name.
+
+        Below the ranges of λ, ζ and the warm-up, 0 is searched.
+        """
         found = {}
-        for name, value in self.params(point).items():
-            if name in self.ranges and name != "warmup_epochs" and value >= self.ranges[name][0]:
-                low, high = map(math.log, self.ranges[name])
-                if not 0.05 < (math.log(value) - low) / (high - low) < 0.95:
-                    found[name] = value
+        params = self.params(point)
+        for name, (low, high) in self.ranges.items():
+            value = params.get(name)
+            if value is None:
+                continue
+            if name == "warmup_epochs":
+                place = max(value / high, 0.5)
+            else:
+                place = math.log(value / low) / math.log(high / low)
+            if place > 0.95 or (place < 0.05 and name not in _MAY_BE_ZERO):
+                found[name] = value
         return found
 
 
