@@ -24,6 +24,7 @@ from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.study.tuned import FORMAT_VERSION
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import Run, columns_of, identity_of, inputs_of
 from tests.refused import TOY, command, refused, toy_log
@@ -454,7 +455,7 @@ def tuned(toy_data, tmp_path) -> Path:
     folder.mkdir()
     on = {"data": str(toy_data), "data_sha256": identity_of(data), "columns": columns_of(data)}
     for name, content in (
-        ("tune.json", {"format": 4, "config": {}, "precision": "float32", **on}),
+        ("tune.json", {"format": FORMAT_VERSION, "config": {}, "precision": "float32", **on}),
         ("tuned.json", TrainConfig(batch_size=64, rule="none", base_batch_size=64).to_dict()),
         ("result.json", {}),
     ):

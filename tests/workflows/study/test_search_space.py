@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from merlin_cowclip.plugins import SCALING_RULES, Hyperparameters, scale
 from merlin_cowclip.plugins.scaling import recipe
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.study import configuration
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.search_space import Point, SearchSpace
 from merlin_cowclip.workflows.training.learning_rates import over_all_epochs
@@ -147,6 +150,14 @@ def test_without_a_base_the_portfolio_comes_first():
         config.train_config(point)
 
 
+def test_l2_times_the_rows_is_that_of_the_portfolio():
+    text = Path(configuration.__file__).with_name("portfolio.json").read_text(encoding="utf-8")
+    config = TuneConfig(batch_size=4096, rows=1_000_000)
+    for one, point in zip(json.loads(text), config.portfolio, strict=True):
+        l2 = one["hyperparameters"]["l2"]
+        assert 1e6 * point.hyperparameters.l2 == pytest.approx(one["rows"] * l2)
+
+
 def test_steps_from_the_best_follow_then_the_rest_of_the_portfolio():
     config = TuneConfig(batch_size=4096, epochs=3)
     hp = Hyperparameters(batch_size=4096, dense_lr=2e-2, embedding_lr=1e-2, l2=1e-4, clip=None)
@@ -165,6 +176,8 @@ def test_steps_from_the_best_follow_then_the_rest_of_the_portfolio():
 def test_values_at_the_edge_are_named():
     hp = Hyperparameters(batch_size=4096, dense_lr=1e-3, embedding_lr=0.099, l2=0.0, clip=None)
     assert SPACE.at_the_edge(Point(hp.replace(init_stddev=1e-2))) == {"embedding_lr": 0.099}
+    other = hp.replace(embedding_lr=1e-2, l2=1.1e-8, dense_lr=1.1e-4, warmup_epochs=2.0)
+    assert list(SPACE.at_the_edge(Point(other))) == ["dense_lr", "warmup_epochs"]  # λ may be 0
 
 
 def test_the_base_is_scaled_by_every_rule():

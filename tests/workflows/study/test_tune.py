@@ -361,7 +361,7 @@ def test_a_trial_whose_process_died_is_tried_again(data, config, tmp_path, fake,
     tuned_by(data, config, out, trials=6, seeds=1)
     study = optuna.load_study(study_name="tune", storage=tuning._storage(out))
     trial = study.ask()  # in progress, and nobody is at it
-    config.space.suggest(trial)
+    dataclasses.replace(config, rows=data.rows["train"]).space.suggest(trial)
     study._storage.record_heartbeat(trial._trial_id)
     time.sleep(1.5)
     tuned = tuned_by(data, config, out, trials=10, seeds=1)
@@ -372,7 +372,7 @@ def test_a_trial_whose_process_died_is_tried_again(data, config, tmp_path, fake,
 
 
 def test_without_a_base_the_portfolio_is_tried_first(data, tmp_path, fake):
-    config = TuneConfig(batch_size=256, network=NETWORK, epochs=4)
+    config = TuneConfig(batch_size=256, network=NETWORK, epochs=4, rows=data.rows["train"])
     tuned = tuned_by(data, config, tmp_path / "tune", trials=10, seeds=2)
     trials = tuned.result["trials"]
     points = [Point.from_dict(trial) for trial in trials]

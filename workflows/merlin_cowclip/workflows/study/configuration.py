@@ -61,6 +61,7 @@ class TuneConfig:
       rates: "constant" or "falling", of the rules' points; both are searched.
       rule_epochs: how many the rules' points are trained, or `None` for the most.
       epochs: the most that a trial trains.
+      rows: of the training part, by which the portfolio's λ is scaled; `tune` takes the data's.
       held_out: share of the training rows that measures the trials; they do not train on it.
       seed: of the hold-out, the search, and all trials' weights and order.
       deterministic: as `TrainConfig`'s.
@@ -78,6 +79,7 @@ class TuneConfig:
     rates: str = "constant"
     rule_epochs: int | None = None
     epochs: int = 10
+    rows: int | None = None
     held_out: float = 0.1
     seed: int = 1234
     deterministic: bool = True
@@ -148,15 +150,23 @@ class TuneConfig:
 
     @functools.cached_property
     def portfolio(self) -> list[Point]:
-        """Points that were best on data of other kinds, by `benchmarks/portfolio.py`."""
-        text = Path(__file__).with_name("portfolio.json").read_text(encoding="utf-8")
-        return [self.adapted(Point.from_dict(one)) for one in json.loads(text)]
+        """Points that were best on data of other kinds, by `benchmarks/portfolio.py`.
 
-    def adapted(self, point: Point) -> Point:
-        """The same values at this batch size, for no more epochs than trials train."""
-        hyperparameters = point.hyperparameters.replace(batch_size=self.batch_size)
+        λ times the rows is what transfers: an id that occurs as often is held as strongly.
+        """
+        text = Path(__file__).with_name("portfolio.json").read_text(encoding="utf-8")
+        points = []
+        for one in json.loads(text):
+            point = Point.from_dict(one)
+            l2 = point.hyperparameters.l2 * one["rows"] / (self.rows or one["rows"])
+            points.append(self.adapted(point, l2=l2))
+        return points
+
+    def adapted(self, point: Point, **changes: Any) -> Point:
+        """A point at this batch size, with changed values, for no more epochs than trials train."""
+        values = point.hyperparameters.replace(batch_size=self.batch_size, **changes)
         epochs = min(point.max_epochs, self.epochs)
-        return dataclasses.replace(point, hyperparameters=hyperparameters, max_epochs=epochs)
+        return dataclasses.replace(point, hyperparameters=values, max_epochs=epochs)
 
     @functools.cached_property
     def space(self) -> SearchSpace:

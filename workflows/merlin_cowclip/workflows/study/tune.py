@@ -122,6 +122,7 @@ def tune(
     end = math.inf if budget is None else time.monotonic() + 60 * budget
     check_whole("trials", trials, config.min_trials)
     check_whole("seeds", seeds, 1)
+    config = dataclasses.replace(config, rows=data.rows["train"])
     record = record_of(data, config, tf.keras.mixed_precision.global_policy().name)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with warnings.catch_warnings():
@@ -331,12 +332,12 @@ class _Tuning:
                 return
 
     def _has_time_for_a_trial(self) -> bool:
-        """Besides the repeats that are left of the first finalists, or those of the trial."""
+        """Besides the repeats that are left of the best trial, and those of the new one."""
         if not (tried := [one for one in self.tried() if one["epochs"]]):
             return True
-        left = [t for t, _ in self._left(self._finalists()[:_MUST])]
-        own = len(self.seeds) * statistics.fmean(map(_seconds_again, tried))
-        again = max(own, sum(map(_seconds_again, left)))
+        left = [best for best, _ in self._left(self._finalists()[:1])]
+        longest = max(map(_seconds_again, tried))
+        again = len(self.seeds) * longest + sum(map(_seconds_again, left))
         took = statistics.fmean(one["seconds"] for one in tried)
         return self.end - time.monotonic() - again > took
 
