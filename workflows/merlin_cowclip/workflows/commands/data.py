@@ -113,10 +113,9 @@ def _print_report(data: PreparedData, is_fitted: bool) -> None:
         unknown = {name: fields[name]["below_threshold"] for name in data.spec.ids}
         occurrences = {name: max(fields[name]["occurrences"], 1) for name in ids}
         share = sum(unknown.values()) / sum(occurrences.values())
-        shares = {name: unknown[name] / occurrences[name] for name in ids if unknown[name]}
-        most = sorted(shares, key=lambda name: -shares[name])[:SHOWN_FIELDS]
-        listed = ", ".join(f"{name} {shares[name]:.1%}" for name in most)
-        print(f"unknown ids: {share:.1%} of the training occurrences{f'; {listed}' * bool(most)}")
+        of_field = {name: unknown[name] / occurrences[name] for name in ids if unknown[name]}
+        listed = f" ({_most(of_field, '.1%')})" * bool(of_field)
+        print(f"unknown ids: {share:.1%} of the training occurrences{listed}")
 
 
 def _encoding(path: Path, values: Mapping[str, Any]) -> Encoding:
@@ -141,10 +140,10 @@ def _encoding(path: Path, values: Mapping[str, Any]) -> Encoding:
     return Encoding(DatasetSpec.from_dict(inputs["spec"]), inputs["ranges"], path)
 
 
-def _most(numbers: Mapping[str, int]) -> str:
+def _most(numbers: Mapping[str, float], form: str = ",") -> str:
     """The fields with the greatest numbers."""
     most = sorted(numbers, key=lambda name: -numbers[name])
-    listed = ", ".join(f"{name} {numbers[name]:,}" for name in most[:SHOWN_FIELDS])
+    listed = ", ".join(f"{name} {numbers[name]:{form}}" for name in most[:SHOWN_FIELDS])
     return listed + (f", {len(most) - SHOWN_FIELDS} more" if len(most) > SHOWN_FIELDS else "")
 
 
