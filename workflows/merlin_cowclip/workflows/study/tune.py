@@ -332,12 +332,12 @@ class _Tuning:
                 return
 
     def _has_time_for_a_trial(self) -> bool:
-        """Besides the repeats that are left of the best trial, and those of the new one."""
+        """Besides the repeats that are left of the first finalists, or those of the trial."""
         if not (tried := [one for one in self.tried() if one["epochs"]]):
             return True
-        left = [best for best, _ in self._left(self._finalists()[:1])]
-        longest = max(map(_seconds_again, tried))
-        again = len(self.seeds) * longest + sum(map(_seconds_again, left))
+        left = [finalist for finalist, _ in self._left(self._finalists()[:_MUST])]
+        own = len(self.seeds) * statistics.fmean(map(_seconds_again, tried))
+        again = max(own, sum(map(_seconds_again, left)))
         took = statistics.fmean(one["seconds"] for one in tried)
         return self.end - time.monotonic() - again > took
 
