@@ -67,7 +67,7 @@ with quiet_imports():
 DATABASE = "study.db"
 FINALISTS = 3  # the best of the search, of which one may be so by chance
 MARGIN = 0.002  # AUC, by which other seeds are seldom better: what is further behind cannot win
-_MUST = 2  # finalists that are trained again whatever the budget
+_MUST = 2  # finalists for whose repeats a budget leaves time
 _HEARTBEAT, _GRACE = 10, 60  # seconds; a trial without a heartbeat for so long is tried again
 _PRUNED = "pruned"
 _STEPS = 4  # the most compiled steps that are kept, each with a network and its moments
@@ -107,7 +107,7 @@ def tune(
         trials: how many in all, no fewer than the rules' points.
         seeds: how often the best are trained again.
         budget: minutes that it may take, about; then fewer trials, and where the time does not
-            suffice only the best two are trained again. Time that is left is for more trials.
+            suffice only the best is trained again. Time that is left is for more trials.
         command: the command that searches the same again, for the result.
         progress: whether to show bars and a line per trial.
 
@@ -417,7 +417,7 @@ class _Tuning:
         while left:
             for tried, seed in left:
                 is_late = time.monotonic() + _seconds_again(tried) > self.end
-                if is_late and tried not in finalists[:_MUST]:
+                if is_late and tried is not finalists[0]:
                     return
                 name = _name(tried, seed)
                 with alone_with(self.out / name, wait=False) as is_mine:
