@@ -126,15 +126,15 @@ def measure(record: dict[str, Any], name: str, data: Path, options: argparse.Nam
                         break
             except NotFiniteError:
                 pass
-            tried.append({"point": point.to_dict(), "found_on": found_on, "aucs": aucs})
+            if not options.scaled:
+                tried.append({"point": point.to_dict(), "found_on": found_on, "aucs": aucs})
             print(name, found_on, f"{max(aucs, default=0):.4f}", point, flush=True)
             return max(aucs, default=0.5)
 
         if options.scaled:
-            known = {one["found_on"] for one in tried}
-            for found_on, how, point in scaled(record, name):
-                if f"{found_on}, {how}" not in known:
-                    run(config.adapted(point), f"{found_on}, {how}")
+            of_data["scaled"] = {
+                what: run(config.adapted(point), what) for what, point in scaled(record, name)
+            }
             return
         for found_on, best in candidates(record):
             point = config.adapted(best)
@@ -154,8 +154,8 @@ def candidates(record: Mapping[str, Any]) -> list[tuple[str, Point]]:
     return found
 
 
-def scaled(record: Mapping[str, Any], name: str) -> Iterator[tuple[str, str, Point]]:
-    """The best point of each other data set whose rows are known, scaled to this one."""
+def scaled(record: Mapping[str, Any], name: str) -> Iterator[tuple[str, Point]]:
+    """The best point of each other data set whose rows are known, in each way of `SCALED`."""
     mine = _quantities(record[name])
     for found_on, point in candidates(record)[::2]:
         if found_on == name or "rows" not in record[found_on]:
@@ -166,7 +166,8 @@ def scaled(record: Mapping[str, Any], name: str) -> Iterator[tuple[str, str, Poi
                 value: getattr(hp, value) * (its[of] / mine[of]) ** power
                 for value, (of, power) in powers.items()
             }
-            yield found_on, how, dataclasses.replace(point, hyperparameters=hp.replace(**values))
+            changed = dataclasses.replace(point, hyperparameters=hp.replace(**values))
+            yield f"{found_on}, {how}", changed
 
 
 def _quantities(of_data: Mapping[str, Any]) -> dict[str, float]:
@@ -178,13 +179,16 @@ def transfer(record: Mapping[str, Any]) -> str:
     """Mean loss of the best point of each data set on the others, as it was found and scaled."""
     lost: dict[str, list[float]] = {how: [] for how in SCALED}
     for of_data in record.values():
-        aucs = {one["found_on"]: max(one["aucs"], default=0) for one in of_data["tried"]}
-        for label, auc in aucs.items():
-            how = label.partition(", ")[2]
-            if how in lost:
-                lost[how].append(100 * min(max(aucs.values()) - auc, WORST))
+        aucs = of_data.get("scaled", {})
+        best = max(_best_known(of_data), *aucs.values()) if aucs else 0.0
+        for what, auc in aucs.items():
+            lost[what.partition(", ")[2]].append(100 * min(best - auc, WORST))
     lines = [(how, str(len(of)), f"{np.mean(of):.2f}") for how, of in lost.items()]
     return format_table(("values", "pairs of data", "mean loss of AUC, %"), lines)
+
+
+def _best_known(of_data: Mapping[str, Any]) -> float:
+    return max(max(one["aucs"], default=0) for one in of_data["tried"])
 
 
 def losses(record: Mapping[str, Any]) -> tuple[list[tuple[str, Point]], np.ndarray]:
@@ -192,7 +196,7 @@ def losses(record: Mapping[str, Any]) -> tuple[list[tuple[str, Point]], np.ndarr
     points = candidates(record)
     loss = np.full((len(record), len(points)), WORST)
     for row, of_data in zip(loss, record.values(), strict=True):
-        best = max(max(one["aucs"], default=0) for one in of_data["tried"])
+        best = _best_known(of_data)
         known = {json.dumps(_values(one["point"])): one for one in of_data["tried"]}
         for column, (_, point) in enumerate(points):
             one = known.get(json.dumps(_values(point.to_dict())))
@@ -226,7 +230,7 @@ def leave_one_out(record: Mapping[str, Any]) -> str:
     found_on = np.array([name for name, _ in points])
     lines = []
     for number, (name, of_data) in enumerate(record.items()):
-        best = max(max(one["aucs"], default=0) for one in of_data["tried"])
+        best = _best_known(of_data)
         chosen = choose(np.delete(loss, number, axis=0), found_on != name)
         after = [best - loss[number, chosen[:k]].min() for k in (1, 3, SIZE)]
         lines.append((name, *(f"{100 * auc:.2f}" for auc in (*after, best))))
@@ -293,14 +297,10 @@ def main() -> None:
     if options.without is None:
         print(leave_one_out(record))
     best = choose(loss[kept], allowed)
-    found = [
-        {**described(*points[number]), "rows": record[points[number][0]].get("rows")}
-        for number in best
-    ]
-    print(json.dumps(found, indent=1))
+    print(json.dumps([described(record, *points[number]) for number in best], indent=1))
 
 
-def described(found_on: str, point: Point) -> dict[str, Any]:
+def described(record: Mapping[str, Any], found_on: str, point: Point) -> dict[str, Any]:
     """A point as the package has it: two digits are enough."""
     own, defaults = point.hyperparameters.to_dict(), Hyperparameters(clip=None).to_dict()
     values = {
@@ -308,7 +308,8 @@ def described(found_on: str, point: Point) -> dict[str, Any]:
         for name, value in own.items()
         if name != "batch_size" and value != defaults[name]
     }
-    return {"found_on": found_on, **point.to_dict(), "hyperparameters": {"clip": None, **values}}
+    first = {"found_on": found_on, "rows": record[found_on]["rows"]}
+    return {**first, **point.to_dict(), "hyperparameters": {"clip": None, **values}}
 
 
 if __name__ == "__main__":
