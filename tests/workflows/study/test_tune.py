@@ -328,7 +328,10 @@ def test_a_budget_leaves_room_for_the_repeats(data, config, tmp_path, clock, cap
     assert repeated["best found"] == 3
     best_rule = next(row for row in tuned.result["table"][1:] if row["rules"])
     assert len(best_rule["aucs"]) == 3
+    begun = clock.now
     few = tuned_by(data, config, tmp_path / "few", trials=40, budget=20.0)
+    assert (clock.now - begun) / 60 == pytest.approx(20, rel=0.1)
+    assert len(few.result["table"][0]["seeds"]) == 3
     assert few.result["not_tried"]
     assert "Not tried, as the trials or the time were over: " in few.tables()
 

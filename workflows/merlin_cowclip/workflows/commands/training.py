@@ -175,7 +175,10 @@ def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainCo
     elif values["config"] is not None:
         found, source = _read_config(values["config"]), f"values of {values['config']}"
     elif values["warm_start"] is not None and not sources:
-        found, source = _again(values["warm_start"], options), f"values of {values['warm_start']}"
+        found, source = (
+            _warm_start(values["warm_start"], options),
+            f"values of {values['warm_start']}",
+        )
     else:
         found, source = _preset(values["preset"] or data.spec.name, options)
     if own := [name for name in BASE_FIELDS if name in options]:
@@ -214,8 +217,8 @@ def _tuned(
     return found.to_dict(), f"values of {folder}"
 
 
-def _again(run: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's values; with other `epochs` its warm-up and its schedules take the same part."""
+def _warm_start(run: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's values; other `epochs` change its warm-up and schedules in proportion."""
     found = TrainConfig.from_dict(_read_config(run))
     part = options.get("epochs", found.epochs) / found.epochs
     return {**found.to_dict(), **found.schedules(), "warmup_epochs": part * found.warmup_epochs}

@@ -152,7 +152,7 @@ class TuneConfig:
     def portfolio(self) -> list[Point]:
         """Points that were best on data of other kinds, by `benchmarks/portfolio.py`.
 
-        λ times the rows is what transfers: an id that occurs as often is held as strongly.
+        λ times the training rows stays constant (docs/internals/portfolio.md).
         """
         text = Path(__file__).with_name("portfolio.json").read_text(encoding="utf-8")
         points = []

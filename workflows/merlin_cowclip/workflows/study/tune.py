@@ -67,7 +67,7 @@ with quiet_imports():
 DATABASE = "study.db"
 FINALISTS = 3  # the best of the search, of which one may be so by chance
 MARGIN = 0.002  # AUC, by which other seeds are seldom better: what is further behind cannot win
-_MUST = 2  # finalists for whose repeats a budget leaves time
+_RESERVED = 2  # finalists for whose repeats a budget leaves time
 _HEARTBEAT, _GRACE = 10, 60  # seconds; a trial without a heartbeat for so long is tried again
 _PRUNED = "pruned"
 _STEPS = 4  # the most compiled steps that are kept, each with a network and its moments
@@ -288,17 +288,17 @@ class _Tuning:
         }
 
     def run(self) -> None:
-        """Search and repeat, and again if a budget has time left."""
+        """Search and repeat; again while a budget has time left."""
         if self.show:
             if few := few_steps(self.rows.rows["train"], self.config.batch_size):
                 print(f"Warning: {few}")
             print("The first trial compiles the training step, which takes longer.")
             print(HEADER, flush=True)
-        self._search()
-        self._repeat()
-        while len(self.tried()) < self.trials and self._has_time_for_a_trial():
+        while True:
             self._search()
             self._repeat()
+            if len(self.tried()) >= self.trials or not self._has_time_for_a_trial():
+                break
         if self.show and (ended := len(self.tried())) < self.trials:
             print(f"The budget ends the search after {ended} trials. The same command continues.")
 
@@ -335,7 +335,7 @@ class _Tuning:
         """Besides the repeats that are left of the first finalists, or those of the trial."""
         if not (tried := [one for one in self.tried() if one["epochs"]]):
             return True
-        left = [finalist for finalist, _ in self._left(self._finalists()[:_MUST])]
+        left = [finalist for finalist, _ in self._left(self._finalists()[:_RESERVED])]
         own = len(self.seeds) * statistics.fmean(map(_seconds_again, tried))
         again = max(own, sum(map(_seconds_again, left)))
         took = statistics.fmean(one["seconds"] for one in tried)
