@@ -77,9 +77,14 @@ def command(*arguments: Any, code: int = 0) -> str:
 
 
 def metrics_of(run: Any) -> Arrays:
-    """What was measured after each epoch, and the number of the best one."""
-    names = ("train_loss", "auc", "log_loss", "calibration")
-    found = {name: np.array([epoch[name] for epoch in run.result["epochs"]]) for name in names}
+    """What was measured after each epoch, and the number of the best one.
+
+    On the rows that were the test part, and are the validation part of these runs now.
+    """
+    names = {name: f"valid_{name}" for name in ("auc", "log_loss", "calibration")}
+    names = {"train_loss": "train_loss", **names}
+    epochs = run.result["epochs"]
+    found = {name: np.array([epoch[key] for epoch in epochs]) for name, key in names.items()}
     return {**found, "best_epoch": np.array(run.result["best_epoch"])}
 
 
@@ -214,6 +219,11 @@ def shop_rows(rows: int = ROWS, seed: int = 3, users: int = 40) -> pd.DataFrame:
     return frame
 
 
+def held_out_rows(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `prepare_shop`'s split by time, in their order."""
+    return frame[frame["day"] >= frame["day"].sort_values().iloc[int(0.8 * len(frame))]]
+
+
 def shop_csv(path: Path, frame: pd.DataFrame) -> Path:
     return _write(path, [frame.columns, *frame.itertuples(index=False)])
 
@@ -248,8 +258,10 @@ def _texts(values: Iterable[Any]) -> np.ndarray:
 
 
 def _numbers(report: Mapping[str, Any], place: str = "report") -> Iterator[tuple[str, Any]]:
-    """The numbers of nested mappings, by their place."""
+    """The numbers of nested mappings, by their place; but those of an empty validation part."""
     for key, value in report.items():
+        if key.startswith("valid"):
+            continue
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{place}/{key}")
         elif isinstance(value, int | float):
@@ -273,7 +285,8 @@ def _parts(data: Any) -> Arrays:
 
 def _about(data: Any) -> Arrays:
     """Sizes, counts and schema."""
-    found = _under("rows", data.rows) | _under("cardinality", data.cardinalities)
+    rows = {part: data.rows[part] for part in ("train", "test")}
+    found = _under("rows", rows) | _under("cardinality", data.cardinalities)
     found["table_rows"] = np.array(data.table_rows)
     for field in data.cardinalities:
         counts = data.counts(field)
@@ -313,9 +326,16 @@ def opened(folder: Path) -> Any:
     return PreparedData.open(folder)
 
 
+WITH_TEST, WITH_VALID = ("--valid", 0), ("--valid", 0.2, "--test", 0)  # the same rows are held out
+
+
 def prepare_shop(home: Path, kind: str = "csv", *options: Any) -> Path:
-    """The shop's log, prepared: as two files of CSV, split by time, or as parquet, at random."""
+    """The shop's log, prepared: as two files of CSV, split by time, or as parquet, at random.
+
+    Without a test part, unless the options say so.
+    """
     frame, half = shop_rows(), ROWS // 2
+    options = options or WITH_VALID
     if kind == "csv":
         split = 'kind = "time"\ntest = 0.2\ncolumn = "day"'
         parts = (("log-1.csv", frame[:half]), ("log-2.csv.gz", frame[half:]))
@@ -330,6 +350,7 @@ def prepare_shop(home: Path, kind: str = "csv", *options: Any) -> Path:
 
 def prepared(name: str, home: Path, *options: Any) -> Arrays:
     """`prepare`: all rows, counts, schema and report."""
+    options = (*WITH_TEST, *options)
     if name in ("csv", "parquet"):
         prepare_shop(home, name, *options)
     else:
@@ -342,7 +363,9 @@ def prepared(name: str, home: Path, *options: Any) -> Arrays:
 
 def top_ids(home: Path) -> Arrays:
     """`frequencies --top-k`."""
-    command("frequencies", prepare_shop(home), "--top-k", 3, "--out", home / "top")
+    command(
+        "frequencies", prepare_shop(home, "csv", *WITH_TEST), "--top-k", 3, "--out", home / "top"
+    )
     top = opened(home / "top")
     return _parts(top) | _about(top)
 
@@ -360,7 +383,7 @@ def synthetic(home: Path) -> Arrays:
     return found
 
 
-def adopt_stock(home: Path) -> Any:
+def adopt_stock(home: Path, held_out: str = "test") -> Any:
     """A stock NVTabular pipeline, as its users have it, adopted; returns the prepared folder."""
     from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -398,7 +421,7 @@ def adopt_stock(home: Path) -> Any:
     for part, raw in raws.items():
         workflow.transform(raw).to_parquet(str(home / part))
     options = ("--workflow", home / "workflow", "--label", "bought", "--out", home / "data")
-    command("adopt", home / "train", "--test", home / "test", *options)
+    command("adopt", home / "train", f"--{held_out}", home / "test", *options)
     return opened(home / "data")
 
 
@@ -414,7 +437,7 @@ def adopted(home: Path) -> Arrays:
 
 def adopted_run(home: Path) -> Arrays:
     """A run on the adopted pipeline, and its predictions on raw rows, also as a server's."""
-    adopt_stock(home)
+    adopt_stock(home, "valid")
     train(home / "data", home / "run")
     run, raw = home / "run", home / "raw-test.parquet"
     scores = _under("raw", _scores(run, raw, home / "scores.parquet", "--raw"))
@@ -444,7 +467,8 @@ def trained(update: str, home: Path) -> Arrays:
     train(prepare_shop(home), home / "run", "--update", update)
     found, log = of_run(home / "run"), shop_csv(home / "new.csv", new_rows())
     found |= _under("new", _scores(home / "run", log, home / "scores.parquet"))
-    found["evaluated"] = _printed(home / "run")
+    held_out = shop_csv(home / "held-out.csv", held_out_rows(shop_rows()))
+    found["evaluated"] = _printed(home / "run", held_out)
     found["evaluated/new"] = _printed(home / "run", log)
     return found
 

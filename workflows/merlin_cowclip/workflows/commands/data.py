@@ -54,11 +54,27 @@ _of_spec = functools.partial(option, group="Override the data set's specificatio
     metavar="RUN|DATA",
     help="encode with the vocabulary and ranges of a run or prepared folder; name no data set",
 )
+@_of_spec("--split", metavar="random|sequential|time", help="held-out rows: random, last or latest")
 @_of_spec(
-    "--split", metavar="random|sequential|time", help="test rows: random, last or latest by time"
+    "--valid",
+    multiple=True,
+    metavar="SHARE|LOG",
+    help="validation part: share of the rows that are not test rows, or files; may be repeated",
+    shown="0.1",
 )
-@_of_spec("--test", type=float, metavar="SHARE", help="share of the rows in the test split")
-@_of_spec("--time-column", metavar="COLUMN", help="times of --split time: numbers or sortable text")
+@_of_spec(
+    "--test",
+    multiple=True,
+    metavar="SHARE|LOG",
+    help="test part: share of the rows, or files; may be repeated",
+)
+@_of_spec("--time-column", metavar="COLUMN", help="times of --split time")
+@_of_spec(
+    "--time-format",
+    metavar="FORMAT",
+    help="strptime format of the times, as in %d/%m/%Y",
+    shown="numbers, timestamps or ISO 8601",
+)
 @_of_spec("--freq-threshold", type=COUNTS, help="ids with a lower training count are unknown")
 @_of_spec("--hash-buckets", type=COUNTS, help="embedding rows that unknown ids share", shown="1")
 @_of_spec("--non-finite", metavar="refuse|missing", help="what to do with inf and NaN")
@@ -91,6 +107,8 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
 
 def _print_report(data: PreparedData, is_fitted: bool) -> None:
     """Rows, click rates, split, the ids of each field; unknown ids of an earlier vocabulary."""
+    from merlin_cowclip.workflows.data.prepared_data import TITLES
+
     fields, split = data.report["fields"], data.spec.split
     for name, field in fields.items():
         if field.get("not_finite"):
@@ -98,12 +116,16 @@ def _print_report(data: PreparedData, is_fitted: bool) -> None:
         if "note" in field and is_fitted:
             print(f"{name}: {field['note']}")
     rows = [
-        f"{number:,} {'training' if part == 'train' else part} rows "
-        f"({100 * data.report['positives'][part] / number:.1f} % clicks)"
+        f"{number:,} {TITLES[part]} rows ({100 * data.report['positives'][part] / number:.1f} % "
+        "clicks)"
         for part, number in data.rows.items()
+        if number
     ]
-    column = f" by {split.column!r}" if split.column else ""
-    print(f"{' and '.join(rows)}, split {split.kind}{column}: {data.path}")
+    how = f", split {split.kind}{f' by {split.column!r}' if split.column else ''}"
+    is_split = float in (type(split.valid), type(split.test))  # else all parts are files
+    print(f"{', '.join(rows)}{how * is_split}: {data.path}")
+    if starts := [f"{part} from {time}" for part, time in data.record["boundaries"].items()]:
+        print(", ".join(starts))
     ids = {name: fields[name]["distinct"] for name in data.spec.ids}
     print(
         f"{sum(ids.values()):,} distinct ids in {len(ids)} fields: {_most(ids)}; "
@@ -192,13 +214,15 @@ def frequencies(
 
 
 @click.command(
-    cls=Command, example="adopt train/ --test valid/ --workflow workflow/ --label click --out data"
+    cls=Command,
+    example="adopt train/ --valid valid/ --workflow workflow/ --label click --out data",
 )
 @argument("parquet", nargs=-1, required=True, metavar="PARQUET...")
 @option("--workflow", required=True, type=PATH, metavar="FOLDER", help="saved NVTabular workflow")
 @option("--label", required=True, metavar="COLUMN", help="column of 0 and 1")
 @option("--out", required=True, type=PATH, metavar="DATA", help="prepared folder to write")
-@option("--test", many=True, metavar="PARQUET...", help="test split; without it, no metrics")
+@option("--valid", many=True, metavar="PARQUET...", help="validation part, measured each epoch")
+@option("--test", many=True, metavar="PARQUET...", help="test part, measured after training")
 @option(
     "--check-raw",
     many=True,
@@ -210,6 +234,7 @@ def adopt(
     workflow: Path,
     label: str,
     out: Path,
+    valid: tuple[str, ...],
     test: tuple[str, ...],
     check_raw: tuple[str, ...],
 ) -> None:
@@ -221,7 +246,9 @@ def adopt(
     """
     from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 
-    data = adopt(list(parquet), workflow, label, out, list(test) or None, list(check_raw) or None)
+    held_out = {"valid": list(valid) or None, "test": list(test) or None}
+    raw = list(check_raw) or None
+    data = adopt(list(parquet), workflow, label, out, **held_out, check_raw=raw)
     print(_columns(data))
     for note in data.record["notes"]:
         print(f"Note: {note}")
@@ -232,11 +259,16 @@ def adopt(
 
 def _changed_spec(spec: DatasetSpec, values: Mapping[str, Any]) -> DatasetSpec:
     """The spec with what the command line says instead."""
+    from merlin_cowclip.workflows.data.prepared_data import HELD_OUT
     from merlin_cowclip.workflows.data.spec import Split
 
-    kind = values["split"] or spec.split.kind
-    column = values["time_column"] or (spec.split.column if kind == "time" else None)
-    test = spec.split.test if values["test"] is None else values["test"]
+    kind, changed = values["split"] or spec.split.kind, dataclasses.asdict(spec.split)
+    if kind != "time":
+        changed |= {"column": None, "time_format": None}
+    if values["like"] is not None:  # its files are not those of the new rows
+        changed = {name: of for name, of in changed.items() if not isinstance(of, tuple)}
+    changed |= given({"column": values["time_column"], "time_format": values["time_format"]})
+    changed |= {name: _share_or_files(values[name]) for name in HELD_OUT if values[name]}
     names = ("freq_threshold", "hash_buckets", "non_finite")
     changes = given({name: values[name] for name in names})
     for name, value in changes.items():
@@ -245,7 +277,16 @@ def _changed_spec(spec: DatasetSpec, values: Mapping[str, Any]) -> DatasetSpec:
             if not isinstance(before, Mapping):
                 before = dict.fromkeys(spec.ids, before) if before > 1 else {}
             changes[name] = {**before, **value}
-    return dataclasses.replace(spec, split=Split(kind, test, column), **changes)
+    return dataclasses.replace(spec, split=Split(**{**changed, "kind": kind}), **changes)
+
+
+def _share_or_files(values: tuple[str, ...]) -> float | tuple[str, ...]:
+    """The share that is one number, or the files."""
+    try:
+        (share,) = map(float, values)
+    except ValueError:
+        return values
+    return share
 
 
 def _columns(data: PreparedData) -> str:
@@ -264,9 +305,8 @@ def _columns(data: PreparedData) -> str:
 def _sizes(data: PreparedData) -> str:
     """Its rows, and the ids that its training rows hold."""
     from merlin_cowclip.workflows.data.counts import occurring_ids
+    from merlin_cowclip.workflows.data.prepared_data import TITLES
 
-    test = f"{data.rows['test']:,}" if data.test_files else "no"
-    return (
-        f"{data.rows['train']:,} training and {test} test rows, {occurring_ids(data):,} ids in "
-        f"{len(data.cardinalities)} fields: {data.path}"
-    )
+    rows = [f"{number:,} {TITLES[part]}" for part, number in data.rows.items()]
+    ids = f"{occurring_ids(data):,} ids in {len(data.cardinalities)} fields"
+    return f"{', '.join(rows)} rows, {ids}: {data.path}"

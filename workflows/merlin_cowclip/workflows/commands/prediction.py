@@ -28,13 +28,14 @@ checkpoint = option(
     "--checkpoint",
     "which",
     type=click.Choice(["last", "best"]),
-    default="last",
-    help="the network at the end, or after the epoch with the highest test AUC",
+    help="the last epoch, or the epoch with the highest AUC on the validation part",
+    shown="best with --patience, else last",
 )
 
 
-def said_of(run: Run, which: str) -> str:
+def said_of(run: Run, which: str | None) -> str:
     """A network in words."""
+    which = which or run.result["checkpoint"]
     epochs = len(run.result["epochs"])
     epoch = epochs if which == "last" else run.result["best_epoch"]
     return f"by the {which} checkpoint, epoch {epoch} of {epochs}"

@@ -92,10 +92,12 @@ def _tell(run: Run, *, brief: bool) -> None:
         quality = f"test AUC {result['auc']:.6f}, log loss {result['log_loss']:.6f}"
     if not brief:
         print(result["clip"])
-        if best not in (None, len(result["epochs"])):
+        if best is not None:
+            how = "" if result["checkpoint"] == "best" else " with --checkpoint best"
             print(
-                f"best after epoch {best}, test AUC {result['epochs'][best - 1]['auc']:.6f}: "
-                "evaluate, predict and export take it by --checkpoint best"
+                f"epoch {best} of {len(result['epochs'])} has the highest validation AUC, "
+                f"{result['epochs'][best - 1]['valid_auc']:.6f}: evaluate, predict and export use "
+                f"it{how}"
             )
     print(
         f"{quality}, {result['samples_per_second']:,.0f} samples/s, "

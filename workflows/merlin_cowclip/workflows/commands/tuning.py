@@ -51,7 +51,7 @@ _search = functools.partial(option, group=_SEARCH)
     "--held-out",
     type=float,
     metavar="SHARE",
-    help="share of the training rows to measure trials by",
+    help="share of the training rows to measure trials by, of data without a validation part",
     shown="0.1",
 )
 @_search("--seeds", type=int, default=3, metavar="K", help="seeds to retrain the best with")
@@ -73,8 +73,8 @@ _search = functools.partial(option, group=_SEARCH)
 def tune(data: Path, out: Path, **values: Any) -> None:
     """Search hyperparameters directly at a given batch size.
 
-    Learning rates, λ, clip and epochs, by rows held out of the training part; the test part is
-    never read. Starts from settings that were best on other data and, with a base, from what every
+    Learning rates, λ, clip and epochs, by the AUC on the validation part; the test part is never
+    read. Starts from settings that were best on other data and, with a base, from what every
     scaling rule predicts. Run it again with the same TUNE to resume it; several processes may
     share one TUNE.
     """

@@ -21,9 +21,12 @@ from merlin_cowclip.workflows.quiet import quiet_imports
 if TYPE_CHECKING:
     import pandas as pd
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 RECORD = "prepare.json"  # written last: without it the folder is not whole
-PARTS = ("train", "test")
+PARTS = ("train", "valid", "test")
+HELD_OUT = PARTS[1:]
+TITLES = {"train": "training", "valid": "validation", "test": "test"}
+ORDER = "order.parquet"  # of the training rows, where no validation part shows the split's order
 WORKFLOW = "workflow"
 _AGAIN = "Prepare the data again"
 _ADOPT_AGAIN = "Put it back as it was, or adopt it again into another folder"
@@ -31,11 +34,11 @@ _ADOPT_AGAIN = "Put it back as it was, or adopt it again into another folder"
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Prepared training and test data; open it with `PreparedData.open`.
+    """Prepared training, validation and test data; open it with `PreparedData.open`.
 
-    ``train/*.parquet`` (shuffled), ``test/*.parquet`` (in the log's order), ``workflow/``
-    (NVTabular), ``schema.pbtxt``, ``counts/<field>.parquet`` and ``prepare.json``. The parquet of
-    an adopted pipeline is elsewhere, and may have no test split.
+    ``train/*.parquet`` (shuffled), ``valid/*.parquet`` and ``test/*.parquet`` (in the log's order,
+    each may be empty), ``workflow/`` (NVTabular), ``schema.pbtxt``, ``counts/<field>.parquet`` and
+    ``prepare.json``. The parquet of an adopted pipeline is elsewhere.
     """
 
     path: Path
@@ -80,8 +83,13 @@ class PreparedData:
         return self._files("train")
 
     @property
+    def valid_files(self) -> list[Path]:
+        """The files of the validation part, which may be none."""
+        return self._files("valid")
+
+    @property
     def test_files(self) -> list[Path]:
-        """The files of the test split; may be none if adopted."""
+        """The files of the test part, which may be none."""
         return self._files("test")
 
     def _files(self, part: str) -> list[Path]:
@@ -92,7 +100,7 @@ class PreparedData:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Rows by split: ``{"train": …, "test": …}``."""
+        """Rows by part: ``{"train": …, "valid": …, "test": …}``."""
         return dict(self.record["rows"])
 
     @property
@@ -114,12 +122,12 @@ class PreparedData:
 
     @property
     def report(self) -> dict[str, Any]:
-        """Rows and clicks by split, and statistics by field.
+        """Rows and clicks by part, and statistics by field.
 
-        IDs: occurrences in the training split, distinct IDs, occurrences of missing IDs and of
-        those below the threshold; in the test split also of IDs without an embedding
-        (``test_unknown``). Numbers: range, mean, missing and not finite numbers (``not_finite``, in
-        both splits), and test numbers out of range.
+        IDs: occurrences in the training part, distinct ids, occurrences of missing ids and of
+        those below the threshold; in the held-out parts also of ids without an embedding
+        (``valid_unknown``, ``test_unknown``). Numbers: range, mean, missing and not finite numbers
+        (``not_finite``, in all parts), and held-out numbers out of range.
         """
         return dict(self.record["report"])
 

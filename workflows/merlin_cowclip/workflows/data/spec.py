@@ -26,27 +26,41 @@ MAX_BUCKETS = 1 << 30  # ids are 32 bits wide while data is prepared
 
 @dataclass(frozen=True)
 class Split:
-    """How rows are divided into training and test.
+    """How rows are divided into training, validation and test parts.
+
+    The test rows are chosen first, then the validation rows among the other rows.
 
     Args:
-        kind: "random" draws the test rows with the seed; "sequential" takes the last rows; "time"
-            takes the rows with the latest times. No time is in both parts, so that the test share
-            is the nearest possible one.
-        test: share of the test rows, above 0 and below 1.
-        column: for "time", the column of times: numbers, or text that sorts by time such as
-            2014-10-30 23:59:00. It may also be an input of the model.
+        kind: "random" draws rows with the seed; "sequential" takes the last rows; "time" takes the
+            rows with the latest times. A time is in one part only, so a share is the nearest
+            possible one.
+        test: share of the rows, from 0 to below 1, or files that have the test rows.
+        column: for "time", the column of times: numbers, timestamps (without a zone: UTC), ISO 8601
+            text, or text in `time_format`. It may also be an input of the model.
+        valid: share of the rows that are not test rows, or files that have the validation rows.
+        time_format: format of text times, as of `datetime.strptime`: "%d/%m/%Y %H:%M".
     """
 
     kind: Literal["random", "sequential", "time"] = "random"
-    test: float = 0.1
+    test: float | tuple[str, ...] = 0.1
     column: str | None = None
+    valid: float | tuple[str, ...] = 0.1
+    time_format: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("test", "valid"):
+            value = getattr(self, name)
+            if _are_texts(value) and value:
+                object.__setattr__(self, name, tuple(value))
+            elif not isinstance(value, (int, float)) or not 0 <= value < 1:
+                raise UserError(
+                    f"split.{name} must be a share from 0 to below 1, or files. Received: {value!r}"
+                )
+        if self.time_format is not None and self.kind != "time":
+            raise UserError("split.time_format is for split.kind 'time'. Leave it out")
         if self.kind not in SPLIT_KINDS:
             kinds = quoted(SPLIT_KINDS)
             raise UserError(f"split.kind must be one of {kinds}. Received: {self.kind!r}")
-        if not isinstance(self.test, (int, float)) or not 0 < self.test < 1:
-            raise UserError(f"split.test must lie between 0 and 1. Received: {self.test!r}")
         if (self.kind == "time") != (isinstance(self.column, str) and self.column != ""):
             raise UserError(
                 "split.column must name the column of times for split.kind 'time', and nothing "
@@ -74,7 +88,7 @@ class DatasetSpec:
         null_values: texts that mean a missing value, in addition to the empty one: ``['\N']``.
         label_values: the spelling of labels 0 and 1, if they are not numbers:
             ``['False', 'True']``.
-        split: how rows are divided into training and test.
+        split: how rows are divided into training, validation and test parts.
         freq_threshold: the least count in the training rows for an id to get its own embedding;
             rarer ids are unknown. One number, or one by field; 0 and 1 keep every id.
         hash_buckets: how many embeddings unknown ids share by hash. One number, or one by field.
@@ -230,7 +244,7 @@ CRITEO = DatasetSpec(
     header=False,
     quotes=False,
     columns=("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))),
-    split=Split("random", 0.1),  # 90/10, as the paper
+    split=Split("random", test=0.1),  # as the paper, which has no validation part
 )
 
 AVAZU = DatasetSpec(
@@ -244,7 +258,7 @@ AVAZU = DatasetSpec(
         *("device_id", "device_ip", "device_model", "device_type", "device_conn_type"),
         *(f"C{i}" for i in range(14, 22)),
     ),
-    split=Split("random", 0.2),  # 80/20, as the paper
+    split=Split("random", test=0.2),
 )
 
 #: The data sets that are known by name.

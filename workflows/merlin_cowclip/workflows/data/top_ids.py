@@ -16,7 +16,7 @@ from merlin_cowclip.workflows.data.counts import read_counts
 from merlin_cowclip.workflows.data.prepare.executor import THREADS
 from merlin_cowclip.workflows.data.prepare.fit import write_ids
 from merlin_cowclip.workflows.data.prepare.statistics import MISSING, PADDING, UNKNOWN, IdStatistics
-from merlin_cowclip.workflows.data.prepared_data import PreparedData, write_record
+from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData, write_record
 from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing
 from merlin_cowclip.workflows.progress import progress_bar
@@ -65,8 +65,9 @@ def keep_top_ids(
         sizes = {f: len(ids.by_id) if ids.by_id[UNKNOWN] else 0 for f, ids in kept.items()}
         gone = [field for field in kept if encode[field][MISSING] == UNKNOWN]
         save_fitted_workflow(spec, folder, ranges, max_size=sizes, missing_as_unknown=gone)
-        for part, files in (("train", data.train_files), ("test", data.test_files)):
+        for part in PARTS:
             (folder / part).mkdir()
+            files = [*data.footers(part)]
             rewrite = functools.partial(_rewrite, folder=folder / part, encode=encode)
             with (
                 progress_bar(part, len(files), " files", show=progress) as bar,

@@ -30,7 +30,7 @@ def export(
     run: Run,
     out: str | Path,
     *,
-    which: str = "last",
+    which: str | None = None,
     backend: str = "python",
     drop_rare: float | None = None,
     data: PreparedData | None = None,
@@ -43,7 +43,7 @@ def export(
     Args:
       run: the finished run.
       out: the folder to make; must not exist.
-      which: of the run's models, "last" or "best".
+      which: of the run's models, "last" or "best"; by default as of `Run.model`.
       backend: what runs the network: "python", beside the workflow; or "tensorflow", Triton's
         TensorFlow backend, which servers up to 25.02 have.
       drop_rare: leave out the embedding rows of the rarest ids, which together have this percentage
@@ -100,7 +100,7 @@ def export(
             record = {
                 "format": FORMAT,
                 "run": str(run.path.resolve()),
-                "model": which,
+                "model": which or run.result["checkpoint"],
                 "backend": backend,
                 "dropped": rare and {"percent": rare.percent, "most": rare.most},
                 "columns": list(raw.column_names),

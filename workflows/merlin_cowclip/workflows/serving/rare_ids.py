@@ -48,14 +48,14 @@ class Cost:
     all_rows: int
     bytes: int  # of these rows
     all_bytes: int
-    auc: float  # on the test split, without rare ids
+    auc: float  # on the validation part, without rare ids
     auc_with: float  # with all ids
 
     def __str__(self) -> str:
         return (
             f"last {self.percent:g} % of occurrences (ids with a count of at most {self.most:,}): "
             f"{self.rows:,} of {self.all_rows:,} rows, {self.bytes:,} of {self.all_bytes:,} bytes; "
-            f"test AUC without them {self.auc:.6f}, with them {self.auc_with:.6f} "
+            f"validation AUC without them {self.auc:.6f}, with them {self.auc_with:.6f} "
             f"({self.auc - self.auc_with:+.6f})"
         )
 
@@ -110,7 +110,7 @@ def rare_costs(
     run: Run,
     percents: Sequence[float],
     *,
-    which: str = "last",
+    which: str | None = None,
     data: PreparedData | None = None,
     progress: bool = True,
 ) -> list[Cost]:
@@ -119,13 +119,13 @@ def rare_costs(
     Args:
       run: the finished run.
       percents: percentages of all occurrences in the training split.
-      which: of the run's models, "last" or "best".
+      which: of the run's models, "last" or "best"; by default as of `Run.model`.
       data: the run's data, if it has moved.
       progress: show a progress bar on stderr.
 
     Raises:
       UserError: a bad percentage, the run has no such model, or the data has another vocabulary, no
-        test split, or only one label in it.
+        validation part, or only one label in it.
     """
     from merlin_cowclip.models.ctr_block import embeddings_of
     from merlin_cowclip.workflows.training.evaluation import (
@@ -138,7 +138,7 @@ def rare_costs(
     data = run.data() if data is None else data
     run.check_vocabulary(data)
     chosen = [rare_ids(data, percent) for percent in percents]
-    model, loader = run.model(which), Loader(data, "test", batch_size=EVALUATION_BATCH)
+    model, loader = run.model(which), Loader(data, "valid", batch_size=EVALUATION_BATCH)
     predictor = Predictor(model)
     keys = {f"{f}__values" if f in data.spec.lists else f: f for f in data.spec.ids}
     found = [MetricAccumulator() for _ in (None, *chosen)]

@@ -62,7 +62,8 @@ class TuneConfig:
       rule_epochs: how many the rules' points are trained, or `None` for the most.
       epochs: the most that a trial trains.
       rows: of the training part, by which the portfolio's λ is scaled; `tune` takes the data's.
-      held_out: share of the training rows that measures the trials; they do not train on it.
+      held_out: share of the training rows that measures the trials, of data without a validation
+        part. It is taken by the kind of the data's split.
       seed: of the hold-out, the search, and all trials' weights and order.
       deterministic: as `TrainConfig`'s.
 

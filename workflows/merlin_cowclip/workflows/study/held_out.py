@@ -1,4 +1,4 @@
-"""Rows held out of a training split, by which trials are measured: a prepared folder of its own."""
+"""A validation part for data that have none, held out of the training part: a prepared folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.prepare.column_store import ROW_GROUP_ROWS
-from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData, write_record
+from merlin_cowclip.workflows.data.prepare.split import latest
+from merlin_cowclip.workflows.data.prepared_data import ORDER, PARTS, PreparedData, write_record
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing
 from merlin_cowclip.workflows.progress import progress_bar
@@ -20,10 +21,10 @@ from merlin_cowclip.workflows.training.runs import identity_of
 def hold_out(
     data: PreparedData, share: float, seed: int, out: str | Path, *, progress: bool = True
 ) -> PreparedData:
-    """Write prepared data whose test split is held out of the source's training split.
+    """Write prepared data whose validation part is held out of the source's training part.
 
-    The share is drawn at random from every 65,536 rows, which become a file of each split. The
-    order is the source's. Its own test split is not read. Everything else is copied.
+    By the kind of the source's split: a share of every 65,536 rows at random, the last rows, or
+    those with the latest times. The order is the source's, and its test part is left out.
 
     Args:
         data: a prepared folder, or an adopted pipeline.
@@ -37,9 +38,15 @@ def hold_out(
             behind.
     """
     counts = {key: dict.fromkeys(PARTS, 0) for key in ("rows", "positives")}
+    split, held_out = data.spec.split, None
+    if split.kind != "random":
+        if not (data.path / ORDER).exists():
+            raise UserError(f"{data.path} has no validation part. Prepare with --valid 0.1")
+        order = pq.read_table(data.path / ORDER)["order"].to_numpy()
+        held_out = latest(order, share, split.column)
     with all_or_nothing(Path(out)) as folder:
         for name in data.record["manifest"]:
-            if name.split("/")[0] not in PARTS:
+            if name.split("/")[0] not in (*PARTS, ORDER):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(data.path / name, folder / name)
         for part in PARTS:
@@ -50,7 +57,9 @@ def hold_out(
                 with pq.ParquetFile(path) as file:
                     for batch in file.iter_batches(ROW_GROUP_ROWS, columns=columns):
                         mask = _drawn(seen, len(batch), share, seed)
-                        for part, kept in (("train", ~mask), ("test", mask)):
+                        if held_out is not None:
+                            mask = held_out[seen : seen + len(batch)]
+                        for part, kept in (("train", ~mask), ("valid", mask)):
                             rows = pa.Table.from_batches([batch]).filter(pa.array(kept))
                             counts["rows"][part] += len(rows)
                             labels = rows[data.spec.label].to_numpy()
@@ -59,7 +68,7 @@ def hold_out(
                                 pq.write_table(rows, folder / part / f"part-{seen:012}.parquet")
                         seen += len(batch)
                         bar.update(len(batch))
-        for part, what in (("test", "held-out"), ("train", "other")):
+        for part, what in (("valid", "held-out"), ("train", "other")):
             clicks, rows = counts["positives"][part], counts["rows"][part]
             if not 0 < clicks < rows:
                 raise UserError(

@@ -38,7 +38,7 @@ def largest_batch(
 
     Returns:
       By batch size, rising: `batch_size`, `steps` per epoch, `mean` and `deviation` of the AUC on
-      the held-out rows over `seeds`, `loss` and `loss_deviation` to the best size with the same
+      the validation part over `seeds`, `loss` and `loss_deviation` to the best size with the same
       seeds, `values` (the rule, or "search"), `folder` (its tune), and `is_largest`: of the largest
       size within `TOLERANCE` of the best. Also in `largest.json`.
     """
@@ -89,7 +89,7 @@ def _mean(tuned: Tuned) -> float:
 
 def largest_batch_table(rows: list[dict[str, Any]]) -> str:
     """What `largest_batch` returned, for a person to read."""
-    header = ("batch size", "steps/epoch", "held-out AUC", "loss", "seeds", "values")
+    header = ("batch size", "steps/epoch", "validation AUC", "loss", "seeds", "values")
     cells = [
         (
             f"{row['batch_size']:,}",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from merlin_cowclip.workflows.data.prepared_data import PARTS, TITLES
 from merlin_cowclip.workflows.errors import UserError
 
 
@@ -84,7 +85,7 @@ def _facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         mlp = ",".join(map(str, config.get("mlp") or ()))
         for key, value in {
             "data": f"{config['dataset']}, {config['data']}",
-            "rows": f"{rows['train']:,} for training, {rows['test']:,} for testing",
+            "rows": ", ".join(f"{rows[part]:,} {TITLES[part]}" for part in PARTS),
             "embedding rows": f"{config['table_rows']:,} in {len(config['cardinalities'])} fields",
             "network": f"{config['model']}{mlp and f', MLP {mlp}'}",
             "epochs": str(config.get("epochs", "")),

@@ -36,7 +36,11 @@ _STYLE = {
 }
 _NEAR = 1.0  # % AUC
 _KINDS = ("frequent", "rare")
-_CURVES = {"auc": "test AUC, %", "log_loss": "test log loss", "train_loss": "training loss"}
+_CURVES = {
+    "valid_auc": "validation AUC, %",
+    "valid_log_loss": "validation log loss",
+    "train_loss": "training loss",
+}
 
 
 def line_plot(
@@ -111,7 +115,7 @@ def plots(study: Study, found: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
     metrics = [(cell, pd.read_csv(run / METRICS)) for cell, run in first]
     if metrics and study.name == "curves":
         for key, title in _CURVES.items():
-            factor = AUC.factor if key == "auc" else 1.0
+            factor = AUC.factor if key == "valid_auc" else 1.0
             lines = {cell.column: points(of, "epoch", key, factor) for cell, of in metrics}
             yield f"{title}, by epoch, of the first seed", line_plot(lines, "epoch", title)
     if metrics and study.name == "gradients":

@@ -273,7 +273,7 @@ def compare(
 ) -> Path:
     """Write a page that compares finished runs of `train`, given by name.
 
-    The headline is by default which run has the highest test AUC. Notes stand below the table;
+    The headline is by default the test AUC of the run with the highest validation AUC. Notes stand below the table;
     levels of the AUC are drawn across its plot.
 
     Raises:
@@ -298,14 +298,22 @@ def compare(
 
 
 def _best(opened: Mapping[str, Run]) -> str:
-    """Which run has the highest test AUC, at its end and after any epoch."""
-    last = {name: run.result["auc"] for name, run in opened.items()}
-    top = {n: max(epoch["auc"] for epoch in run.result["epochs"]) for n, run in opened.items()}
-    first, any_first = (max(aucs, key=aucs.__getitem__) for aucs in (last, top))
-    found = f"Highest test AUC: after the last epoch {first}, {AUC.shown(last[first])} %"
-    if top[any_first] == last[first]:
-        return f"{found}."
-    return f"{found}; after any epoch {any_first}, {AUC.shown(top[any_first])} %."
+    """The run that the validation part chooses, and its test AUC; nothing without that part."""
+    valid = {name: _validation_auc(run) for name, run in opened.items()}
+    if None in valid.values():
+        return ""
+    first = max(valid, key=lambda name: valid[name] or 0)
+    return (
+        f"Highest validation AUC: {first}, {AUC.shown(valid[first])} %. Its test AUC: "
+        f"{AUC.shown(opened[first].result['auc'])} %."
+    )
+
+
+def _validation_auc(run: Run) -> float | None:
+    """Of the epoch that the run is used with."""
+    epochs, is_best = run.result["epochs"], run.result["checkpoint"] == "best"
+    auc: float | None = epochs[run.result["best_epoch"] - 1 if is_best else -1]["valid_auc"]
+    return auc
 
 
 def _side_by_side(opened: Mapping[str, Run], home: Path) -> Table:
@@ -319,12 +327,13 @@ def _side_by_side(opened: Mapping[str, Run], home: Path) -> Table:
 
 
 def _results(run: Run) -> dict[str, str]:
-    epochs = run.result["epochs"]
-    best = max(epochs, key=lambda epoch: epoch["auc"])
-    highest = f"{AUC.shown(best['auc'])} ({best['epoch']} of {len(epochs)})"
+    auc, result = _validation_auc(run), run.result
+    epochs = len(result["epochs"])
+    epoch = result["best_epoch"] if result["checkpoint"] == "best" else epochs
     return {
-        **{q.name: q.shown(run.result[q.key]) for q in (AUC, LOG_LOSS, MINUTES)},
-        "highest test AUC, % (after epoch)": highest,
+        **{q.name: q.shown(result[q.key]) for q in (AUC, LOG_LOSS, MINUTES)},
+        "validation AUC, %": "-" if auc is None else AUC.shown(auc),
+        "epoch": f"{epoch} of {epochs}",
         "steps/epoch": f"{math.ceil(run.config['rows']['train'] / run.config['batch_size']):,}",
     }
 
@@ -342,11 +351,13 @@ def _settings(run: Run) -> dict[str, str]:
 def _by_epoch(opened: Mapping[str, Run], levels: Mapping[str, float] | None) -> Section:
     metrics = {name: pd.read_csv(run.path / METRICS) for name, run in opened.items()}
     last = max(len(of) for of in metrics.values())
-    aucs = [[name, *(f"{auc:.4f}" for auc in of["auc"])] for name, of in metrics.items()]
-    table = Table(["test AUC after epoch", *map(str, range(1, last + 1))], aucs)
-    section = Section("epochs", "Epoch by epoch", tables=[table])
-    for key, what in (("auc", "test AUC"), ("train_loss", "training loss")):
+    aucs = {name: of["valid_auc"].dropna() for name, of in metrics.items()}
+    rows = [[name, *(f"{auc:.4f}" for auc in of)] for name, of in aucs.items() if len(of)]
+    table = Table(["validation AUC after epoch", *map(str, range(1, last + 1))], rows)
+    section = Section("epochs", "Epoch by epoch", tables=[table] * bool(rows))
+    curves = (("valid_auc", "validation AUC"), ("train_loss", "training loss"))
+    for key, what in curves[not rows :]:
         lines = {name: points(of, "epoch", key) for name, of in metrics.items()}
-        plot = line_plot(lines, "epoch", what, levels=levels if key == "auc" else None)
+        plot = line_plot(lines, "epoch", what, levels=levels if key == "valid_auc" else None)
         section.plots.append((f"{what}, by epoch", plot))
     return section

@@ -1,4 +1,4 @@
-"""Tuning: hyperparameters searched at the batch size itself, by rows held out of the training part.
+"""Tuning: hyperparameters searched at the batch size itself, by the AUC on the validation part.
 
 An Optuna study in an SQLite file has the trials and, as attributes, what the best of them came to
 from other seeds. Optuna's heartbeat finds trials whose process died, and they are retried.
@@ -74,7 +74,7 @@ _STEPS = 4  # the most compiled steps that are kept, each with a network and its
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 Epoch = dict[str, float]
-"""As `Trainer.epochs` has it, measured on the held-out rows; `seconds` are all it took."""
+"""`auc` on the validation part after an epoch, and the `seconds` that it took."""
 
 Tried = dict[str, Any]
 """A trial that has ended, as `result.json` has it."""
@@ -93,8 +93,8 @@ def tune(
 ) -> Tuned:
     """Search hyperparameters at one batch size, or resume a search.
 
-    Trials train on the training rows except those held out, by which each epoch is measured; the
-    best epoch counts. The test split is not read. What the rules predict from a base, and three
+    Trials are measured on the validation part after each epoch; the best epoch counts. Data without
+    one have a share of their training rows held out. The test part is not read. What the rules predict from a base, and three
     settings of the portfolio, are tried first, and to their end. Steps from the best trial follow,
     the rest of the portfolio, and TPE. Then the three best trials and the best rule's are
     trained again from other seeds, as long as they can still win, and the one with the best mean
@@ -112,8 +112,8 @@ def tune(
         progress: whether to show bars and a line per trial.
 
     Raises:
-        UserError: a value out of range, `out` is no tune or one of other data or options, or
-            held-out rows that cannot be measured by.
+        UserError: a value out of range, `out` is no tune or one of other data or options, or a
+            validation part that cannot be measured by.
         Stopped: Ctrl-C, SIGTERM or SIGHUP; all trials that have ended are kept.
     """
     out = Path(out)
@@ -134,7 +134,8 @@ def tune(
                 _begin(data, config, out, record, progress=progress)
         with Stopping() as stopping:
             others = [(config.seed + 1 + k) % (LARGEST_SEED + 1) for k in range(seeds)]
-            tuning = _Tuning(config, out, trials, others, end, stopping, progress)
+            rows = data if data.valid_files else PreparedData.open(out / ROWS)
+            tuning = _Tuning(config, out, rows, trials, others, end, stopping, progress)
             try:
                 with as_user_errors(tuning.rows, out):
                     tuning.run()
@@ -161,8 +162,9 @@ def _begin(
     except ValueError as error:  # of the data's columns, which only the network knows
         raise UserError(str(error)) from None
     with all_or_nothing(out) as folder:
-        hold_out(data, config.held_out, config.seed, folder / ROWS, progress=progress)
-        check_trainable(PreparedData.open(folder / ROWS), first)  # fewer rows
+        if not data.valid_files:
+            hold_out(data, config.held_out, config.seed, folder / ROWS, progress=progress)
+            check_trainable(PreparedData.open(folder / ROWS), first)  # fewer rows
         study = optuna.create_study(
             study_name="tune", storage=_storage(folder), direction="maximize"
         )
@@ -175,7 +177,7 @@ class Trainers:
     """Trains the trials of a tune, with one compiled step for those that can share it.
 
     Args:
-      rows: what `hold_out` made.
+      rows: data with a validation part.
     """
 
     def __init__(self, rows: PreparedData) -> None:
@@ -195,7 +197,7 @@ class Trainers:
         begun = time.perf_counter()
         with quiet_stack():  # of many networks in one process TensorFlow warns that it traces many
             for row in self.get(config, stopping, advance).epochs():
-                yield {**row, "seconds": time.perf_counter() - begun}
+                yield {"auc": row["valid_auc"], "seconds": time.perf_counter() - begun}
                 begun = time.perf_counter()
 
     def get(self, config: TrainConfig, stopping: Stopping, advance: Callable[[], Any]) -> Trainer:
@@ -251,6 +253,7 @@ class _Tuning:
 
     config: TuneConfig
     out: Path
+    rows: PreparedData
     trials: int
     seeds: Sequence[int]
     end: float
@@ -258,7 +261,6 @@ class _Tuning:
     show: bool
 
     def __post_init__(self) -> None:
-        self.rows = PreparedData.open(self.out / ROWS)
         self.study = optuna.load_study(
             study_name="tune",
             storage=_storage(self.out),

@@ -17,7 +17,7 @@ from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import columns_of, identity_of
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 RECORD = "tune.json"  # of what is tuned; without it there is no tune
 ROWS = "rows"
 TUNED = "tuned.json"
@@ -85,8 +85,8 @@ def _read(path: Path, name: str) -> dict[str, Any]:
 class Tuned:
     """A tune that has ended; open one with `Tuned.open`.
 
-    `tune.json` (what is tuned), `rows/` (a prepared folder whose test part is held out of the
-    training part), `study.db` (Optuna's study "tune" in SQLite), `tuned.json` (the configuration
+    `tune.json` (what is tuned), `rows/` (of data without a validation part: a prepared folder that
+    has one), `study.db` (Optuna's study "tune" in SQLite), `tuned.json` (the configuration
     that it found, as `TrainConfig`'s) and `result.json`, which has all numbers.
     """
 
@@ -130,7 +130,7 @@ class Tuned:
             is_best = row["number"] == table[0]["number"]
             return "" if is_best else plus_minus(*difference(row, table[0]), form="+.5f")
 
-        header = ("", "held-out AUC", "to the best", "seeds", "in the search", "epochs")
+        header = ("", "validation AUC", "to the best", "seeds", "in the search", "epochs")
         rows = [
             (
                 row["what"],

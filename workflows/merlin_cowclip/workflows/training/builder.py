@@ -86,13 +86,13 @@ def restored_model(
 def warm_start_from(
     run: Run, model: mm.Model, optimizer: CowClipOptimizer, *, keep_optimizer: bool
 ) -> None:
-    """Give a network that is built the weights that a finished run ended with.
+    """Give a network that is built the weights of a finished run's default checkpoint.
 
     With `keep_optimizer` also the optimizer's state with its number of steps.
     """
     if keep_optimizer:
         optimizer.create_slots(model.trainable_variables)
-        run.checkpoint("last").read(state_of(model, optimizer))
+        run.checkpoint().read(state_of(model, optimizer))
         return
     found = weights_of(run.model())  # deferred: with the updates that its rows had missed
     for name, variable in weights_of(model).items():

@@ -195,7 +195,9 @@ class TrainConfig:
     )
     epochs: int = _run("passes over the training rows", 10, kind="count")
     patience: int | None = _run(
-        "stop after N epochs without a better test AUC", kind="count", metavar="N"
+        "stop after N epochs without a better AUC on the validation part, and use the best epoch",
+        kind="count",
+        metavar="N",
     )
     seed: int = _run("random seed of initial weights and row order", 1234, kind="seed", check=_seed)
     update: str = _run(

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from merlin_cowclip.plugins._tensorflow import Schema, tf
 from merlin_cowclip.workflows.data.adopt.validate import prefetch
-from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PARTS, TITLES, PreparedData
 from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.training.order import Order
 from merlin_cowclip.workflows.training.rows import features_of, groups_of, read, rebatch
@@ -45,7 +45,7 @@ class Loader(tf.data.Dataset):
 
     Args:
       data: the prepared folder.
-      part: "train" or "test".
+      part: "train", "valid" or "test".
       batch_size: samples per batch on all ranks together.
       seed: of the order; the same on all ranks.
       shuffle: whether epochs differ; by default only the training split is shuffled.
@@ -96,11 +96,10 @@ class Loader(tf.data.Dataset):
         self.rows = self._order.rows
         self.rows_per_epoch = min(len(self) * batch_size, self.rows)
         if not self.rows:
-            raise UserError(f"{data.path} has no {part} rows. Name data that has a {part} split")
+            raise UserError(f"{data.path} has no {TITLES[part]} part. Name data that has one")
         if batch_size > self.rows and (part == "train" or drop):
-            name = "training" if part == "train" else part
             raise UserError(
-                f"batch size must not exceed the {name} rows. Received: batch size {batch_size}, "
+                f"batch size must not exceed the {TITLES[part]} rows. Received: batch size {batch_size}, "
                 f"{self.rows} rows in {data.path}. Choose a smaller batch or prepare more rows."
             )
         self._batches = self.dataset()

@@ -40,7 +40,7 @@ def predict_logs(
     out: str | Path,
     *,
     batch_size: int = EVALUATION_BATCH,
-    which: str = "last",
+    which: str | None = None,
     raw: bool = False,
     trust_workflow: bool = False,
     progress: bool = True,
@@ -54,7 +54,7 @@ def predict_logs(
       out: the parquet file to make; must not exist. A row for each row read, in order:
         `probability` (float32) and, where there was a label, `label` (int8) before it.
       batch_size: rows predicted at a time: a matter of speed and memory, but for the last digits.
-      which: of the run's models, "last" or "best".
+      which: of the run's models, "last" or "best"; by default as of `Run.model`.
       raw: for a run on an adopted pipeline, whether the inputs are what its workflow reads instead.
       trust_workflow: whether to run the workflow's code also where the run's manifest does not
         confirm it.
@@ -88,7 +88,7 @@ def evaluate_logs(
     inputs: Sequence[str | Path],
     *,
     batch_size: int = EVALUATION_BATCH,
-    which: str = "last",
+    which: str | None = None,
     raw: bool = False,
     trust_workflow: bool = False,
     progress: bool = True,
@@ -116,7 +116,7 @@ def evaluate_logs(
 
 
 def _scored(
-    run: Run, incoming: RawInputs, which: str, batch_size: int, progress: bool
+    run: Run, incoming: RawInputs, which: str | None, batch_size: int, progress: bool
 ) -> Iterator[pa.Table]:
     """The columns of the output; rows are read and encoded ahead, in a thread."""
     spec, predictor = run.spec(), Predictor(run.model(which))

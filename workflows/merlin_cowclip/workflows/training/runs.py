@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
     from merlin_cowclip.workflows.training.checkpoint import Checkpoint
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 RESULT = "result.json"  # written last: without it the run did not finish
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -294,34 +294,36 @@ class Run:
                 return f"{name}, so that ids or numbers mean something else"
         return None
 
-    def model(self, which: str = "last") -> Any:
-        """The trained `mm.Model`, to predict with: as it was at the end, or at its best.
+    def model(self, which: str | None = None) -> Any:
+        """The trained `mm.Model`, to predict with.
 
         `merlin_cowclip.plugins.load_model(run.path / "model")` brings the optimizer back as well.
 
         Args:
-          which: "last", or "best": after the epoch with the highest test AUC.
+          which: "last", or "best": after the epoch with the highest AUC on the validation part. By
+            default "best" of a run with patience, else "last".
 
         Raises:
           UserError: another name, no epoch was measured, or its checkpoint is damaged.
         """
-        if which not in ("last", "best"):
-            raise UserError(f"which must be one of last, best. Received: {which!r}")
         with quiet_imports():
             from merlin_cowclip.workflows.training.builder import restored_model
         return restored_model(
             self.checkpoint(which), self.train_config(), self.path / SCHEMA, self.config
         )
 
-    def checkpoint(self, which: str = "last") -> Checkpoint:
-        """The checkpoint after the last epoch, or after the one with the highest test AUC."""
+    def checkpoint(self, which: str | None = None) -> Checkpoint:
+        """The "last" checkpoint or the "best" one, as of `model`."""
         from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 
+        which = which or self.result["checkpoint"]
+        if which not in ("last", "best"):
+            raise UserError(f"which must be one of last, best. Received: {which!r}")
         step = self.result["last_step" if which == "last" else "best_step"]
         if step is None:
             raise UserError(
-                f"the best model needs a test part. Received: {self.path}, a run without one. Use "
-                "the last model"
+                f"the best model needs a validation part. Received: {self.path}, a run without "
+                "one. Use the last model"
             )
         if not (self.path / CHECKPOINTS).is_dir():
             raise UserError(

@@ -61,7 +61,6 @@ with quiet_imports():
     from merlin_cowclip.plugins._tensorflow import mm, tf
     from merlin_cowclip.workflows.training.builder import warm_start_from
     from merlin_cowclip.workflows.training.checkpoint import Checkpoints
-    from merlin_cowclip.workflows.training.evaluation import Quality
     from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.reproducibility import in_precision, set_seeds
     from merlin_cowclip.workflows.training.trainer import Trainer
@@ -80,10 +79,10 @@ def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
 
 def check_trainable(data: PreparedData, config: TrainConfig, drop_last: bool = False) -> Loader:
     """Refuse data that a configuration cannot be trained on; returns the training part's loader."""
-    if config.patience is not None and not data.test_files:
+    if config.patience is not None and not data.valid_files:
         raise UserError(
-            f"patience needs a test part, whose AUC it follows. Received: {data.path}, without "
-            "one. Leave it out, or name data that has one"
+            f"patience follows the AUC of the validation part. {data.path} has none. Leave it out, "
+            "or prepare with --valid 0.1"
         )
     ranks = rank_info()
     loader = Loader(
@@ -123,8 +122,9 @@ def train(
 ) -> Run:
     """Train a model on `data`, in the run folder `out`, which is made now.
 
-    After each epoch the test part's exact AUC, log loss and calibration are measured (None without
-    a test part) and a checkpoint is written. Until the first checkpoint an error or an interrupt
+    After each epoch the exact AUC, log loss and calibration on the validation part are measured
+    (None without one) and a checkpoint is written. The test part is measured once, after training:
+    with patience by the best epoch of the validation part, else by the last one. Until the first checkpoint an error or an interrupt
     removes the folder; later it stays, and `resume` continues, bit-identical to an uninterrupted
     run. The process's random seeds are set.
 
@@ -341,12 +341,14 @@ def _train(
     # By sums over all ranks, of sharded tables.
     clip = clip_sentence(trainer.statistics.total(), config.clip)
     result = None
+    which, quality = trainer.finish()
     with whole_tables(trainer.model), raise_on_any_rank():
         if is_rank_zero():
             if checkpointing.saved_model:
                 remove(run / "model")  # half a one, if a process was killed here before
                 save_model(trainer.model, run / "model")
-            more = {"parameters": sizes, "clip": clip, "config": record}
+            more = {**quality, "checkpoint": which}
+            more |= {"parameters": sizes, "clip": clip, "config": record}
             result = _write_result(run, trainer, loader.rows_per_epoch, more)
     return Run(run, gather_objects(result)[0])  # other ranks may have other disks
 
@@ -376,7 +378,6 @@ def _write_result(
     seconds = sum(epoch["seconds"] for epoch in epochs)
     result = {
         "format": FORMAT_VERSION,
-        **{name: epochs[-1][name] for name in Quality._fields},
         "best_epoch": trainer.progress.best,
         "best_step": trainer.best_step,
         "last_step": trainer.step,

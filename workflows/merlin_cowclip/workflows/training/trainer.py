@@ -56,9 +56,12 @@ class Progress:
 
     @property
     def best(self) -> int | None:
-        """The number, from 1, of the epoch with the highest test AUC; the first of equal ones."""
-        measured = [epoch for epoch in self.epochs if epoch["auc"] is not None]
-        return max(measured, key=lambda e: e["auc"])["epoch"] if measured else None
+        """The number, from 1, of the epoch with the highest AUC on the validation part.
+
+        The first of equal ones; None without a validation part.
+        """
+        measured = [epoch for epoch in self.epochs if epoch["valid_auc"] is not None]
+        return max(measured, key=lambda e: e["valid_auc"])["epoch"] if measured else None
 
     def is_out_of(self, patience: int | None) -> bool:
         """Whether so many epochs have passed since the best; never without patience."""
@@ -92,7 +95,7 @@ class Trainer:
         show: bool = False,
     ) -> None:
         data = loader.data
-        self._test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
+        self._valid = data.valid_files and Loader(data, "valid", batch_size=EVALUATION_BATCH)
         steps = {"updates": loader.rows // config.batch_size, "batches": len(loader)}
         try:
             self.model = network(config, data.schema)
@@ -245,13 +248,9 @@ class Trainer:
     def _end_epoch(self) -> dict[str, Any]:
         """Measure it, write it down, and take a checkpoint."""
         self._nan_check.look(self.step)
-        quality, ranks = dict.fromkeys(Quality._fields), rank_info()
-        if self._test is not None:
-            measured = self._predictor.quality(self._test, rank=ranks.rank, ranks=ranks.size)
-            quality = measured._asdict()
         row = {
             "epoch": len(self.progress.epochs) + 1,
-            **quality,
+            **{f"valid_{name}": value for name, value in self._quality(self._valid).items()},
             "train_loss": _mean(mean_loss(self.model).result()),
             "seconds": self.progress.seconds,
         }
@@ -264,6 +263,29 @@ class Trainer:
         if self._show:
             print(self._line(row), flush=True)
         return row
+
+    def finish(self) -> tuple[str, dict[str, float | None]]:
+        """Measure the test part, once, by the checkpoint that the run is used with.
+
+        With patience that is the best one, whose variables the model then has.
+
+        Returns:
+          "best" or "last", and the metrics, None without a test part.
+        """
+        which = "last" if self._config.patience is None else "best"
+        if which == "best" and self.best_step != self.step:
+            assert self.best_step is not None  # patience needs a validation part
+            self._checkpoints.at(self.best_step).restore(self._state)
+        data = self._loader.data
+        test = data.test_files and Loader(data, "test", batch_size=EVALUATION_BATCH)
+        return which, self._quality(test)
+
+    def _quality(self, loader: Any) -> dict[str, float | None]:
+        """On a held-out part; None of each metric without one."""
+        if not loader:
+            return dict.fromkeys(Quality._fields)
+        ranks = rank_info()
+        return self._predictor.quality(loader, rank=ranks.rank, ranks=ranks.size)._asdict()
 
     # What it writes
 
@@ -278,7 +300,8 @@ class Trainer:
             if rows:
                 new = ({"epoch": row["epoch"], **one} for one in rows)
                 tables.setdefault(name, []).extend(new)
-        measured = {f"all/test_{k}": row[k] for k in Quality._fields if row[k] is not None}
+        keys = [f"valid_{name}" for name in Quality._fields]
+        measured = {f"all/{key}": row[key] for key in keys if row[key] is not None}
         with raise_on_any_rank():
             if is_rank_zero():
                 write_csv(run, tables)
@@ -306,13 +329,13 @@ class Trainer:
 
     def _line(self, row: Mapping[str, Any]) -> str:
         parts = [f"loss {row['train_loss']:.4f}"]
-        if row["auc"] is not None:
-            parts += [f"test AUC {row['auc']:.4f}", f"log loss {row['log_loss']:.4f}"]
-            parts.append(f"predicted/actual CTR {row['calibration']:.2f}")
+        if row["valid_auc"] is not None:
+            parts.append(f"valid AUC {row['valid_auc']:.4f}, log loss {row['valid_log_loss']:.4f}")
+            parts.append(f"predicted/actual CTR {row['valid_calibration']:.2f}")
         speed = self._loader.rows_per_epoch / row["seconds"]
         shown = f"{speed / 1000:.1f}k" if speed >= 1000 else f"{speed:.0f}"
         parts.append(f"{row['seconds']:.0f} s, {shown} samples/s")
-        if row["auc"] is not None and self.progress.best == row["epoch"]:
+        if self.progress.best == row["epoch"]:
             parts.append("best")
         return f"[{row['epoch']}/{self._config.epochs}] {' | '.join(parts)}"
 

@@ -42,6 +42,7 @@ def adopt(
     workflow: str | Path,
     label: str,
     out: str | Path,
+    valid: str | Path | Sequence[str | Path] | None = None,
     test: str | Path | Sequence[str | Path] | None = None,
     check_raw: str | Path | Sequence[str | Path] | None = None,
     progress: bool = True,
@@ -52,13 +53,14 @@ def adopt(
     domain, as Categorify gives it) and as continuous. ``record["notes"]`` says what was left out.
 
     Args:
-        parquet: the training split: files, globs, or folders that ``to_parquet`` wrote.
+        parquet: the training part: files, globs, or folders that ``to_parquet`` wrote.
         workflow: a folder that ``nvtabular.Workflow.save`` wrote. Loading it runs code from it
             (cloudpickle): give only your own.
         label: the parquet's column of 0 and 1.
         out: the folder to make; must not exist. It refers to the parquet, and holds a copy of the
             workflow, the schema and the counts.
-        test: the test split, or None: a run then has no test metrics.
+        valid: the validation part, or None: a run is then not measured after each epoch.
+        test: the test part, or None: a run then has no test metrics.
         check_raw: parquet with the raw rows. Some 10,000 are encoded by the copied workflow, and
             must be among the rows of the parquet.
         progress: show a progress bar on stderr.
@@ -69,9 +71,9 @@ def adopt(
     """
     out, workflow = Path(out), Path(workflow)
     refuse_existing(out)
-    test_files = [] if test is None else validate.open_files(test)
-    splits = {"train": validate.open_files(parquet), "test": test_files}
-    files = [*splits["train"], *splits["test"]]
+    given = {"train": parquet, "valid": valid, "test": test}
+    splits = {p: [] if of is None else validate.open_files(of) for p, of in given.items()}
+    files = [*itertools.chain(*splits.values())]
     refuse_twice([file.path for file in files])
     states = {split: [file_state(file.path) for file in files] for split, files in splits.items()}
     with all_or_nothing(out) as folder:

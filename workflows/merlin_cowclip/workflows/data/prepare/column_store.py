@@ -1,4 +1,4 @@
-"""The columns of a log on disk, and the files of the training and the test part made of them.
+"""The columns of a log on disk, and the files of the parts made of them.
 
 A log is a parquet file by chunk, then an Arrow file by finished column. A task that runs again
 writes the same files again; a later step reads them when all have ended.
@@ -16,8 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows.data.prepared_data import PARTS
 from merlin_cowclip.workflows.data.sources.base import ID_TYPE, TIME, Chunk, Source
 from merlin_cowclip.workflows.data.spec import DatasetSpec
+from merlin_cowclip.workflows.errors import UserError
 
 PART_ROWS = 500_000
 ROW_GROUP_ROWS = 65_536
@@ -25,8 +27,8 @@ MIN_TRAIN_PARTS = 4  # so that the order of parts can be shuffled, from so many 
 MIN_ROWS_TO_PART = 4_000
 
 # Stored next to the columns.
-IN_TRAIN = "\0in_train"  # whether a row belongs to the training part
-ROWS = {"train": "\0train_rows", "test": "\0test_rows"}  # of a part, in its order
+PART_OF = "\0part_of"  # the part of a row, as an index of `PARTS`
+ROWS = {part: f"\0{part}_rows" for part in PARTS}  # of a part, in its order
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,17 @@ class ColumnStore:
         """
         rows, replaced, path = 0, Counter[str](), self.folder / f"{number:06d}.parquet"
         writer = None
-        for batch in source.batches(chunk, advance, replaced):
+        for batch in filter(len, source.batches(chunk, advance, replaced)):
             # Numbers for names: a dot would mean a nested column.
             names = [self._number(name) for name in batch.schema.names]
             batch = pa.RecordBatch.from_arrays(batch.columns, names)
             if writer is None:
                 ids = [field.name for field in batch.schema if field.type == ID_TYPE]
                 options = {"compression": "lz4", "use_dictionary": ids}
-                writer = pq.ParquetWriter(path, batch.schema, write_statistics=False, **options)
+                schema = batch.schema
+                writer = pq.ParquetWriter(path, schema, write_statistics=False, **options)
+            if batch.schema != schema:
+                raise self._mixed_times()
             writer.write_batch(batch)
             rows += batch.num_rows
         if writer is not None:
@@ -61,7 +66,7 @@ class ColumnStore:
 
     def column(self, name: str) -> pa.Array:
         """A column of all chunks: numbers, ids with their dictionary, or large lists of such."""
-        text = [self._number(name)] if name in (*self.spec.categorical, TIME) else []
+        text = [self._number(name)] if name in self.spec.categorical else []
         chunks: list[pa.Array] = []
         for path in sorted(self.folder.glob("*.parquet")):
             with pq.ParquetFile(path, read_dictionary=text) as file:
@@ -74,6 +79,8 @@ class ColumnStore:
                 )
                 for chunk in chunks
             ]
+        if len({chunk.type for chunk in chunks}) > 1:
+            raise self._mixed_times()
         return pa.chunked_array(chunks).unify_dictionaries().combine_chunks()
 
     def store(self, name: str, values: pa.Array) -> None:
@@ -86,9 +93,13 @@ class ColumnStore:
         """What was saved, memory-mapped."""
         return pa.ipc.open_file(pa.memory_map(str(self._path(name)))).get_batch(0)[0]
 
+    def _mixed_times(self) -> UserError:
+        name = self.spec.split.column
+        return UserError(f"column {name!r} has numbers and dates. Write its times in one form")
+
     def _number(self, name: str) -> str:
         spec = self.spec
-        return str([spec.label, TIME, *spec.fields, IN_TRAIN, *ROWS.values()].index(name))
+        return str([spec.label, TIME, *spec.fields, PART_OF, *ROWS.values()].index(name))
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{self._number(name)}.arrow"
@@ -102,7 +113,7 @@ def codes_of(ids: pa.Array) -> tuple[np.ndarray, pa.Array]:
 class PartJob(NamedTuple):
     """One file of a part: its rows from ``start`` to ``stop``, in the order of the part."""
 
-    part: str  # "train" or "test"
+    part: str
     name: str  # in the folder of the parts
     start: int
     stop: int
@@ -111,14 +122,14 @@ class PartJob(NamedTuple):
 
 def part_jobs(part: str, total: int, most: int) -> list[PartJob]:
     """Divide a part's rows into files of about one size, of at most ``most`` rows."""
-    files = -(-total // most)
+    files = max(-(-total // most), 1)
     if part == "train" and total >= MIN_ROWS_TO_PART:
         files = max(files, MIN_TRAIN_PARTS)
     cuts = [total * i // files for i in range(files + 1)]
     group = max(1, min(ROW_GROUP_ROWS, -(-cuts[1] // 4)))  # several to a file
     return [
         PartJob(part, f"{part}/part-{i:05d}.parquet", cuts[i], cuts[i + 1], group)
-        for i in range(files)
+        for i in range(files if total else 0)
     ]
 
 

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.counts import write_counts
-from merlin_cowclip.workflows.data.prepare.column_store import IN_TRAIN, ColumnStore, codes_of
+from merlin_cowclip.workflows.data.prepare.column_store import PART_OF, ColumnStore, codes_of
 from merlin_cowclip.workflows.data.prepare.statistics import (
     MISSING,
     UNKNOWN,
@@ -22,6 +22,7 @@ from merlin_cowclip.workflows.data.prepare.statistics import (
     rank_ids,
     unit_range,
 )
+from merlin_cowclip.workflows.data.prepared_data import HELD_OUT, PARTS
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 
@@ -57,17 +58,17 @@ def fit(name: str, store: ColumnStore, folder: Path | None, like: Encoding | Non
     are those of an earlier `prepare`. Raises UserError if the training split has no value, or every
     id is rarer than the threshold.
     """
-    column, in_train = store.column(name), store.load(IN_TRAIN).to_numpy(zero_copy_only=False)
+    column, part_of = store.column(name), store.load(PART_OF).to_numpy()
     if name in store.spec.continuous:
         numbers = column.to_numpy(zero_copy_only=False)
-        fitted = _describe_numbers(name, numbers, in_train, like.ranges[name] if like else None)
+        fitted = _describe_numbers(name, numbers, part_of, like.ranges[name] if like else None)
         store.store(name, pa.array(unit_range(numbers, *fitted.range)) if folder else column)
         return fitted
     spec, ids, is_list = store.spec, column, name in store.spec.lists
     if is_list:
-        ids, in_train = column.values, np.repeat(in_train, pc.list_value_length(column))
+        ids, part_of = column.values, np.repeat(part_of, pc.list_value_length(column))
     codes, texts = codes_of(ids)
-    counts = count_codes(codes, in_train, len(texts))
+    counts = count_codes(codes, part_of == 0, len(texts))
     threshold = spec.threshold_of(name)
     if like is None and not counts[1:].any():
         raise _all_missing(name, int(counts[0]))
@@ -79,17 +80,19 @@ def fit(name: str, store: ColumnStore, folder: Path | None, like: Encoding | Non
     options = {"threshold": threshold, "buckets": spec.buckets_of(name)}
     statistics = rank_ids(counts, texts, vocabulary=like and like.vocabulary(name), **options)
     encoded = statistics.encode[codes]
-    test, missing = encoded[~in_train], int(counts[0])
-    unknown = (test >= UNKNOWN) & (test < statistics.first_id)
+    missing = int(counts[0])
     report: dict[str, Any] = {
         "occurrences": int(counts.sum()),
         "distinct": int(np.count_nonzero(counts[1:])),
         "missing": missing,
         "below_threshold": int(statistics.by_id[UNKNOWN : statistics.first_id].sum()),
-        "test_occurrences": len(test),
-        "test_missing": int(np.count_nonzero(test == MISSING)),
-        "test_unknown": int(np.count_nonzero(unknown)),
     }
+    for part in HELD_OUT:
+        held_out = encoded[part_of == PARTS.index(part)]
+        unknown = (held_out >= UNKNOWN) & (held_out < statistics.first_id)
+        report[f"{part}_occurrences"] = len(held_out)
+        report[f"{part}_missing"] = int(np.count_nonzero(held_out == MISSING))
+        report[f"{part}_unknown"] = int(np.count_nonzero(unknown))
     if report["distinct"] == 1 and not missing:
         report["note"] = "all training rows have the same id: leave the column out"
     if folder:
@@ -114,10 +117,10 @@ def write_ids(folder: Path, field: str, statistics: IdStatistics) -> None:
 
 
 def _describe_numbers(
-    name: str, numbers: np.ndarray, in_train: np.ndarray, fixed: tuple[float, float] | None
+    name: str, numbers: np.ndarray, part_of: np.ndarray, fixed: tuple[float, float] | None
 ) -> Fitted:
     """The report of a continuous field, and its range: ``fixed``, or of the training split."""
-    train, test = numbers[in_train], numbers[~in_train]
+    train = numbers[part_of == 0]
     held = train[~np.isnan(train)]
     missing = len(train) - len(held)
     if not len(held):
@@ -129,18 +132,20 @@ def _describe_numbers(
     low, high = fixed or (min(filled), max(filled))
     if not np.isfinite(np.subtract(high, low)):
         raise UserError(f"the range of column {name!r} is too large: {low} to {high}. Scale it")
-    with np.errstate(invalid="ignore"):
-        beyond = int(np.count_nonzero((test < low) | (test > high)))
     report: dict[str, Any] = {
         "occurrences": len(train),
         "missing": missing,
         "min": ends[0],
         "max": ends[1],
         "mean": float(held.mean()),
-        "test_occurrences": len(test),
-        "test_missing": int(np.count_nonzero(np.isnan(test))),
-        "test_out_of_range": beyond,
     }
+    for part in HELD_OUT:
+        held_out = numbers[part_of == PARTS.index(part)]
+        report[f"{part}_occurrences"] = len(held_out)
+        report[f"{part}_missing"] = int(np.count_nonzero(np.isnan(held_out)))
+        with np.errstate(invalid="ignore"):
+            beyond = (held_out < low) | (held_out > high)
+        report[f"{part}_out_of_range"] = int(np.count_nonzero(beyond))
     return Fitted(report, range=(low, high))
 
 

@@ -62,8 +62,11 @@ def fit_and_encode(
             for written in executor.map(task, jobs):
                 bar.update(written)
     workflow.save(str(raw / "workflow"))
-    train, test = ([folder / name for name in names] for names in files)
-    data = adopt(train, raw / "workflow", spec.label, raw / "adopted", test, progress=progress)
+    train, valid, test = ([folder / name for name in names] for names in files)
+    held_out = {"valid": valid or None, "test": test or None}
+    data = adopt(
+        train, raw / "workflow", spec.label, raw / "adopted", **held_out, progress=progress
+    )
     for name in ("workflow", "counts", "schema.pbtxt", ".merlin"):
         os.rename(data.path / name, folder / name)
     return data.cardinalities

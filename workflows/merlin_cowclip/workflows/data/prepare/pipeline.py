@@ -16,24 +16,30 @@ from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.prepare.column_store import (
-    IN_TRAIN,
+    PART_OF,
     PART_ROWS,
     ROWS,
     ColumnStore,
     PartJob,
-    codes_of,
     part_jobs,
     write_part,
 )
 from merlin_cowclip.workflows.data.prepare.executor import THREADS, check_executor, make_executor
 from merlin_cowclip.workflows.data.prepare.fit import Encoding, Fitted, fit
-from merlin_cowclip.workflows.data.prepare.split import split_rows
-from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData, write_record
+from merlin_cowclip.workflows.data.prepare.split import Parts, as_numbers, split_rows
+from merlin_cowclip.workflows.data.prepared_data import (
+    HELD_OUT,
+    ORDER,
+    PARTS,
+    PreparedData,
+    write_record,
+)
 from merlin_cowclip.workflows.data.sources.base import TIME, Source, unchanged
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
-from merlin_cowclip.workflows.data.sources.files import expand_paths
+from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_twice
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, check_whole
@@ -58,16 +64,18 @@ def prepare(
     device: Literal["cpu", "gpu"] = "cpu",
     engine: Literal["arrow", "nvtabular"] | None = None,
 ) -> PreparedData:
-    """Turn raw logs into a training and a test split, at ``out``.
+    """Turn raw logs into training, validation and test parts, at ``out``.
 
-    IDs become integers: 1 is a missing ID, 2 an unknown one (not in the training split, or rarer
+    IDs become integers: 1 is a missing ID, 2 an unknown one (not in the training part, or rarer
     than the spec's threshold), 3 the most frequent ID. Numbers are scaled to [0, 1] by the range in
-    the training split and clipped; missing numbers count as 0. The split is exact, and training
-    rows are fully shuffled. Both depend on the rows and the seed only.
+    the training part and clipped; missing numbers count as 0. The split is exact, and training
+    rows are fully shuffled. Both depend on the rows and the seed only. ``record["boundaries"]`` has
+    the earliest time of each held-out part of a split by time.
 
     Args:
         spec: the columns of the log.
-        inputs: files, globs or folders, CSV (gzipped or not) or parquet.
+        inputs: files, globs or folders, CSV (gzipped or not) or parquet; without the files that
+            ``spec.split`` names as validation or test part.
         out: the folder to write; must not exist.
         like: encode as an earlier run or folder, instead of fitting; other IDs are unknown.
         seed: of split and shuffle.
@@ -94,7 +102,14 @@ def prepare(
     if engine != "arrow" and like is not None:
         raise UserError("like needs engine 'arrow'. Leave the engine out")
     check_executor(workers, device)
-    sources = [READERS[spec.format](spec, path) for path in expand_paths(inputs)]
+    files = {part: getattr(spec.split, part) for part in HELD_OUT}
+    files = {"train": inputs} | {part: of for part, of in files.items() if isinstance(of, tuple)}
+    reader = READERS[spec.format]
+    by_part = {
+        part: [reader(spec, path) for path in expand_paths(of)] for part, of in files.items()
+    }
+    sources = [source for of in by_part.values() for source in of]
+    refuse_twice([source.path for source in sources])
     for source in sources:
         source.check()
     with all_or_nothing(out) as folder:
@@ -104,8 +119,10 @@ def prepare(
         with make_executor(readers, "cpu", scratch) as executor:
             run = _Pipeline(spec, sources, ColumnStore(scratch, spec), executor, progress)
             with unchanged(sources):
-                replaced = run.read(readers or THREADS)
-            rows, positives = run.split(int(seed))
+                read, replaced = run.read(readers or THREADS)
+            given = {part: sum(read[s.path] for s in by_part[part]) for part in [*files][1:]}
+            parts = run.split(int(seed), given, folder)
+            rows = {part: len(of) for part, of in parts.rows.items()}
             jobs = [job for part in PARTS for job in part_jobs(part, rows[part], part_rows)]
             fitted = run.fit(folder if engine == "arrow" else None, like)
             ranges = {name: [*fitted[name].range] for name in spec.continuous}
@@ -131,9 +148,10 @@ def prepare(
             "inputs": [{"path": str(s.path), "bytes": s.size} for s in sources],
             "seed": int(seed),
             "rows": rows,
+            "boundaries": parts.boundaries,
             "cardinalities": cardinalities,
             "ranges": ranges,
-            "report": {"rows": rows, "positives": positives, "fields": fields},
+            "report": {"rows": rows, "positives": parts.positives, "fields": fields},
         }
         record = write_record(folder, record)
     return PreparedData(out, spec, record)
@@ -149,9 +167,10 @@ class _Pipeline:
     executor: Executor
     progress: bool
 
-    def read(self, tasks: int) -> Counter[str]:
-        """Store all columns; returns how many numbers of each were not finite."""
-        total, rows, replaced = sum(s.size for s in self.sources), 0, Counter[str]()
+    def read(self, tasks: int) -> tuple[Counter[Path], Counter[str]]:
+        """Store all columns; returns rows by file and, by column, numbers that were not finite."""
+        total, replaced = sum(s.size for s in self.sources), Counter[str]()
+        rows = Counter[Path]()
         size = max(CHUNK_BYTES[0], min(CHUNK_BYTES[1], total // (CHUNKS_PER_WORKER * tasks)))
         chunks = [(source, chunk) for source in self.sources for chunk in source.chunks(size)]
         with progress_bar("reading", total, "B", show=self.progress) as bar:
@@ -160,26 +179,31 @@ class _Pipeline:
             if in_process:
                 write = functools.partial(write, advance=bar.update)
             found = self.executor.map(write, range(len(chunks)), *zip(*chunks, strict=True))
-            for (_, chunk), (number, by_column) in zip(chunks, found, strict=True):
-                rows += number
+            for (source, chunk), (number, by_column) in zip(chunks, found, strict=True):
+                rows[source.path] += number
                 replaced += by_column
                 if not in_process:
                     bar.update(chunk.size)
             bar.update(total - bar.n)
-        if not rows:
+        if not rows.total():
             raise UserError(f"{self.sources[0].path} has no rows. Give a file with rows")
-        return replaced
+        return rows, replaced
 
-    def split(self, seed: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Choose the rows of each split; returns rows and clicks by split."""
+    def split(self, seed: int, given: dict[str, int], folder: Path) -> Parts:
+        """Choose the rows of each part; ``given`` are rows of held-out parts that are files."""
         spec, store = self.spec, self.store
         labels = store.column(spec.label)
-        times = codes_of(store.column(TIME)) if spec.split.kind == "time" else None
-        parts = split_rows(spec.split, labels.to_numpy(), times, seed=seed, label=spec.label)
+        times = store.column(TIME) if spec.split.kind == "time" else None
+        parts = split_rows(spec.split, labels.to_numpy(), times, given, seed=seed, label=spec.label)
         store.store(spec.label, labels)
-        for name, found in zip((IN_TRAIN, *ROWS.values()), parts[:3], strict=True):
-            store.store(name, pa.array(found))
-        return {"train": len(parts.train), "test": len(parts.test)}, parts.positives
+        store.store(PART_OF, pa.array(parts.part_of))
+        for part, rows in parts.rows.items():
+            store.store(ROWS[part], pa.array(rows))
+        if spec.split.kind != "random" and not len(parts.rows["valid"]):
+            train = parts.rows["train"]
+            order = train if times is None else as_numbers(times)[train]
+            pq.write_table(pa.table({"order": order}), folder / ORDER)
+        return parts
 
     def fit(self, folder: Path | None, like: Encoding | None) -> dict[str, Fitted]:
         """Fit each column, and store it encoded, or raw without a folder."""

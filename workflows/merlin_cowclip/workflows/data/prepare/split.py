@@ -1,90 +1,112 @@
-"""The split: which rows are for training and which for the test, and in what order."""
+"""The split: which rows are for training, validation and test, and in what order."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from merlin_cowclip.workflows.data.prepared_data import HELD_OUT, PARTS, TITLES
 from merlin_cowclip.workflows.data.spec import Split
 from merlin_cowclip.workflows.errors import UserError
 
 
 class Parts(NamedTuple):
-    """Of n rows."""
+    """The parts of n rows."""
 
-    in_train: np.ndarray  # (n,) bool, whether a row is in the training part
-    train: np.ndarray  # its rows, shuffled
-    test: np.ndarray  # the others, in the log's order
-    positives: dict[str, int]  # labels of 1, by part
+    part_of: np.ndarray  # (n,) uint8, the part of each row as an index of `PARTS`
+    rows: dict[str, np.ndarray]  # by part; training rows shuffled, others in the log's order
+    positives: dict[str, int]  # rows with label 1, by part
+    boundaries: dict[str, str]  # of a split by time: the earliest time of a held-out part
 
 
 def split_rows(
     split: Split,
     labels: np.ndarray,
-    times: tuple[np.ndarray, pa.Array] | None,
+    times: pa.Array | None,
+    given: Mapping[str, int],
     *,
     seed: int,
     label: str,
 ) -> Parts:
-    """Choose the test rows of ``labels``, (n,) of 0 and 1; shuffle the training rows by ``seed``.
+    """Divide n rows into parts.
 
-    ``times``, of a split by time, are (n,) codes, -1 for none, and their distinct texts. ``label``
-    is for messages. Raises UserError for a part without both labels, and for times that are
-    missing, do not sort, or are all the same.
+    Args:
+        split: the kind and shares of the split.
+        labels: (n,) of 0 and 1.
+        times: (n,) numbers or timestamps of a split by time.
+        given: rows by held-out part whose files were given. They are the last ones of the n rows,
+            those of the validation part first.
+        seed: of a random split and of the order of the training rows.
+        label: name of the label, for messages.
+
+    Raises:
+        UserError: a part without both labels, or all times are the same.
     """
     n = len(labels)
     random = np.random.default_rng(seed)
-    rows = np.arange(n, dtype=np.uint32 if n < 2**32 else np.int64)
-    n_test = int(n * split.test + 0.5)
+    kind = np.uint32 if n < 2**32 else np.int64
+    part_of, start = np.zeros(n, np.uint8), n - sum(given.values())
+    rest = np.arange(start, dtype=kind)
+    for part in HELD_OUT:
+        if part in given:
+            part_of[start : start + given[part]] = PARTS.index(part)
+            start += given[part]
     if split.kind == "random":
-        random.shuffle(rows)
-        test_rows, train_rows = np.sort(rows[:n_test]), rows[n_test:]
-        in_train = np.ones(n, dtype=bool)
-        in_train[test_rows] = False
-    else:
-        in_train = np.arange(n) < n - n_test if times is None else ~_latest(split, times)
-        test_rows, train_rows = rows[~in_train], rows[in_train]
-        random.shuffle(train_rows)
-    positives = {}
-    for part, mask in (("train", in_train), ("test", ~in_train)):
-        zeros, ones = np.bincount(labels[mask], minlength=2)
-        if not (zeros and ones):
+        random.shuffle(rest)
+    instants = None if times is None else as_numbers(times)
+    for part in reversed(HELD_OUT):
+        if part in given or not (share := getattr(split, part)):
+            continue
+        if instants is None:
+            last = np.arange(len(rest)) < int(len(rest) * share + 0.5)
+            last = last if split.kind == "random" else last[::-1]
+        else:
+            last = latest(instants[rest], share, split.column)
+        part_of[rest[last]], rest = PARTS.index(part), rest[~last]
+    if split.kind != "random":
+        random.shuffle(rest)
+    rows = {"train": rest}
+    rows |= {part: np.flatnonzero(part_of == PARTS.index(part)).astype(kind) for part in HELD_OUT}
+    positives, boundaries = {}, {}
+    for part, of_part in rows.items():
+        ones = int(np.count_nonzero(labels[of_part]))
+        if not 0 < ones < len(of_part) and (len(of_part) or part in ("train", *given)):
             raise UserError(
-                f"the {'training' if part == 'train' else 'test'} part has {zeros:,} rows with "
-                f"label 0 and {ones:,} with label 1, column {label!r}. Both must occur: give more "
-                "rows, or another seed or split"
+                f"the {TITLES[part]} part has {len(of_part) - ones:,} rows with label 0 and "
+                f"{ones:,} with label 1, column {label!r}. Both must occur: give more rows, or "
+                "another seed or split"
             )
-        positives[part] = int(ones)
-    return Parts(in_train, train_rows, test_rows, positives)
+        positives[part] = ones
+        if instants is not None and part != "train" and len(of_part):
+            first = of_part[np.argmin(instants[of_part])]
+            boundaries[part] = _time_text(times[int(first)].as_py())
+    return Parts(part_of, rows, positives, boundaries)
 
 
-def _latest(split: Split, times: tuple[np.ndarray, pa.Array]) -> np.ndarray:
-    """(n,), whether a row belongs to the latest times, as near to the share as they allow."""
-    (codes, texts), column, n = times, split.column, len(times[0])
-    if missing := int(np.count_nonzero(codes < 0)):
-        raise UserError(
-            f"{missing:,} of {n:,} rows have no time, column {column!r}. Fill it, or choose "
-            "another split"
-        )
-    sortable = pd.to_numeric(texts.to_pandas(), errors="coerce")
-    if sortable.isna().all():
-        sortable = np.array(texts.to_pylist(), dtype=str)
-    elif sortable.isna().any():
-        wrong = texts[int(sortable.isna().argmax())].as_py()
-        raise UserError(
-            f"column {column!r} has times that are numbers, and {wrong!r}. Correct it or remove "
-            "the row"
-        )
-    held, place = np.unique(sortable, return_inverse=True)
+def as_numbers(times: pa.Array) -> np.ndarray:
+    """(n,) numbers that sort as times do: timestamps as whole microseconds."""
+    return (times.cast(pa.int64()) if pa.types.is_timestamp(times.type) else times).to_numpy()
+
+
+def latest(times: np.ndarray, share: float, column: str | None) -> np.ndarray:
+    """(n,) bool, whether a row has one of the latest times, as near to the share as possible."""
+    held, counts = np.unique(times, return_counts=True)
     if len(held) < 2:
         raise UserError(
-            f"all {n:,} rows have the time {texts[0].as_py()!r}, column {column!r}. Choose "
-            "another column or split"
+            f"all {len(times):,} rows to divide have the same time, column {column!r}. Choose "
+            "another column or split, or a share of 0"
         )
-    counts = np.bincount(place[codes], minlength=len(held))
     later = np.cumsum(counts[::-1])[::-1]  # rows from each time on
-    first = 1 + int(np.argmin(np.abs(later[1:] - split.test * n)))
-    return place[codes] >= first
+    first = 1 + int(np.argmin(np.abs(later[1:] - share * len(times))))
+    return times >= held[first]
+
+
+def _time_text(time: Any) -> str:
+    if isinstance(time, float):
+        return f"{time:.15g}"
+    text = pd.Timestamp(time).isoformat(sep=" ", timespec="auto").removesuffix("+00:00")
+    return f"{text.removesuffix(':00')} UTC"

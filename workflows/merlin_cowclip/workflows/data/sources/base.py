@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -19,6 +20,8 @@ from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 
 ID_TYPE = pa.dictionary(pa.int32(), pa.string())
 TIME = "\0time"  # the batch column of the split's times
+UTC = pa.timestamp("us", "UTC")
+_ISO_8601 = r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d([.,]\d+)?)?(Z|[+-]\d\d:?\d\d)?)?"
 EXACT = {16: 2**11, 32: 2**24, 64: 2**53}  # bits of a float → from where integers share a float
 
 
@@ -35,8 +38,8 @@ class Source(abc.ABC):
     """One file of a log, read as its spec says.
 
     A batch has the label (int8), numbers (float64), ids (`ID_TYPE`), lists of ids (lists of text)
-    and the times of a split by time (`TIME`, as `ID_TYPE`). Missing values are null, missing lists
-    empty.
+    and the times of a split by time (`TIME`, float64 or UTC timestamps). Missing values are null,
+    missing lists empty.
     """
 
     spec: DatasetSpec
@@ -120,7 +123,7 @@ class Source(abc.ABC):
                 elif name in spec.ids:
                     columns[name] = self._ids(column, is_list=name in spec.lists)
                 if name == spec.split.column:
-                    columns[TIME] = self._times(column)
+                    columns[TIME] = self._times(column, name, place)
             except (pa.ArrowException, ValueError) as error:
                 raise UserError(
                     f"cannot read column {name!r} of {self.path}: {clipped(str(error))}. Change "
@@ -172,11 +175,27 @@ class Source(abc.ABC):
         texts = ids_as_text(column, is_list, self.spec.null_values)
         return texts if is_list else texts.dictionary_encode()
 
-    def _times(self, column: pa.Array) -> pa.Array:
-        if pa.types.is_timestamp(column.type):  # in UTC: the letters of a zone would not sort
-            column = column.cast(pa.timestamp(column.type.unit))
-        texts = with_nulls(column.cast(pa.string()), self.spec.null_values)
-        return texts.dictionary_encode()
+    def _times(self, column: pa.Array, name: str, place: Callable[[int], str]) -> pa.Array:
+        """Times as float64, if they are numbers, or as timestamps in UTC."""
+        times, layout = column, self.spec.split.time_format
+        if pa.types.is_dictionary(column.type) or is_text(column.type):
+            texts = with_nulls(column.cast(pa.string()), self.spec.null_values).dictionary_encode()
+            times = parsed_times(texts.dictionary.to_pandas(), layout).take(texts.indices)
+        elif pa.types.is_temporal(column.type):
+            times = column.cast(pa.timestamp("us"), safe=False).cast(UTC)
+        else:
+            times = pc.if_else(pc.is_finite(column.cast(pa.float64(), safe=False)), column, None)
+            times = times.cast(pa.float64(), safe=False)
+        if times.null_count:
+            row = pc.index(times.is_null(), True).as_py()
+            form = (
+                f"in the time_format {layout!r}" if layout else "a number, a timestamp or ISO 8601"
+            )
+            raise UserError(
+                f"{self.path}, {place(row)}, column {name!r}: the time {column[row].as_py()!r} is "
+                f"not {form}. Correct the row, or set time_format in [split] (--time-format)"
+            )
+        return times
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -224,6 +243,17 @@ def ids_as_text(ids: pa.Array, is_list: bool, null_values: Sequence[str] = ()) -
     texts = ids.cast(pa.string())
     texts.validate(full=True)
     return with_nulls(texts, null_values)
+
+
+def parsed_times(texts: pd.Series, layout: str | None) -> pa.Array:
+    """Times of (n,) text, null where it is none: numbers, or by ISO 8601 or a strptime format."""
+    if layout is None:
+        numbers = pd.to_numeric(texts, errors="coerce")
+        if numbers.notna().all():
+            return pa.array(numbers, pa.float64())
+        texts = texts.where(texts.str.fullmatch(_ISO_8601))
+    times = pd.to_datetime(texts, format=layout, utc=True, errors="coerce")
+    return pa.array(times, UTC, safe=False)
 
 
 @contextlib.contextmanager
