@@ -246,9 +246,9 @@ def adopt(
     """
     from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 
-    held_out = {"valid": list(valid) or None, "test": list(test) or None}
-    raw = list(check_raw) or None
-    data = adopt(list(parquet), workflow, label, out, **held_out, check_raw=raw)
+    names, given = ("valid", "test", "check_raw"), (valid, test, check_raw)
+    others: dict[str, Any] = {n: list(of) for n, of in zip(names, given, strict=True) if of}
+    data = adopt(list(parquet), workflow, label, out, **others)
     print(_columns(data))
     for note in data.record["notes"]:
         print(f"Note: {note}")

@@ -36,8 +36,7 @@ from merlin_cowclip.workflows.errors import UserError
 @option(
     "--rare",
     type=PERCENTS,
-    help="report table size and validation AUC without the rarest ids (P % of occurrences); needs no "
-    "--out",
+    help="report table size and AUC without the rarest ids (P % of occurrences); needs no --out",
 )
 @option(
     "--drop-rare",

@@ -273,8 +273,8 @@ def compare(
 ) -> Path:
     """Write a page that compares finished runs of `train`, given by name.
 
-    The headline is by default the test AUC of the run with the highest validation AUC. Notes stand below the table;
-    levels of the AUC are drawn across its plot.
+    The headline is by default the test AUC of the run with the highest validation AUC. Notes stand
+    below the table; levels of the AUC are drawn across its plot.
 
     Raises:
       UserError: one is no finished run or has no test part, or the page cannot be written.
@@ -299,10 +299,11 @@ def compare(
 
 def _best(opened: Mapping[str, Run]) -> str:
     """The run that the validation part chooses, and its test AUC; nothing without that part."""
-    valid = {name: _validation_auc(run) for name, run in opened.items()}
-    if None in valid.values():
+    found = {name: _validation_auc(run) for name, run in opened.items()}
+    valid = {name: auc for name, auc in found.items() if auc is not None}
+    if len(valid) < len(found):
         return ""
-    first = max(valid, key=lambda name: valid[name] or 0)
+    first = max(valid, key=valid.__getitem__)
     return (
         f"Highest validation AUC: {first}, {AUC.shown(valid[first])} %. Its test AUC: "
         f"{AUC.shown(opened[first].result['auc'])} %."

@@ -94,11 +94,12 @@ def tune(
     """Search hyperparameters at one batch size, or resume a search.
 
     Trials are measured on the validation part after each epoch; the best epoch counts. Data without
-    one have a share of their training rows held out. The test part is not read. What the rules predict from a base, and three
-    settings of the portfolio, are tried first, and to their end. Steps from the best trial follow,
-    the rest of the portfolio, and TPE. Then the three best trials and the best rule's are
-    trained again from other seeds, as long as they can still win, and the one with the best mean
-    is the result. Several processes may share one `out`; each may then make one trial more.
+    one have a share of their training rows held out. The test part is not read. What the rules
+    predict from a base, and three settings of the portfolio, are tried first, and to their end.
+    Steps from the best trial follow, the rest of the portfolio, and TPE. Then the three best trials
+    and the best rule's are trained again from other seeds, as long as they can still win, and the
+    one with the best mean is the result. Several processes may share one `out`; each may then make
+    one trial more.
 
     Args:
         data: the prepared folder.

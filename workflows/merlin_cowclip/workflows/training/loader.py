@@ -99,8 +99,9 @@ class Loader(tf.data.Dataset):
             raise UserError(f"{data.path} has no {TITLES[part]} part. Name data that has one")
         if batch_size > self.rows and (part == "train" or drop):
             raise UserError(
-                f"batch size must not exceed the {TITLES[part]} rows. Received: batch size {batch_size}, "
-                f"{self.rows} rows in {data.path}. Choose a smaller batch or prepare more rows."
+                f"batch size must not exceed the {TITLES[part]} rows. Received: batch size "
+                f"{batch_size}, {self.rows} rows in {data.path}. Choose a smaller batch or prepare "
+                "more rows."
             )
         self._batches = self.dataset()
         super().__init__(self._batches._variant_tensor)

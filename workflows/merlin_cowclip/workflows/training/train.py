@@ -124,9 +124,9 @@ def train(
 
     After each epoch the exact AUC, log loss and calibration on the validation part are measured
     (None without one) and a checkpoint is written. The test part is measured once, after training:
-    with patience by the best epoch of the validation part, else by the last one. Until the first checkpoint an error or an interrupt
-    removes the folder; later it stays, and `resume` continues, bit-identical to an uninterrupted
-    run. The process's random seeds are set.
+    with patience by the best epoch of the validation part, else by the last one. Until the first
+    checkpoint an error or an interrupt removes the folder; later it stays, and `resume` continues,
+    bit-identical to an uninterrupted run. The process's random seeds are set.
 
     Args:
       data: the prepared folder.
@@ -347,8 +347,8 @@ def _train(
             if checkpointing.saved_model:
                 remove(run / "model")  # half a one, if a process was killed here before
                 save_model(trainer.model, run / "model")
-            more = {**quality, "checkpoint": which}
-            more |= {"parameters": sizes, "clip": clip, "config": record}
+            more: dict[str, Any] = {**quality, "checkpoint": which, "parameters": sizes}
+            more |= {"clip": clip, "config": record}
             result = _write_result(run, trainer, loader.rows_per_epoch, more)
     return Run(run, gather_objects(result)[0])  # other ranks may have other disks
 

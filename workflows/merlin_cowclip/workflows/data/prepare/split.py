@@ -81,7 +81,7 @@ def split_rows(
                 "another seed or split"
             )
         positives[part] = ones
-        if instants is not None and part != "train" and len(of_part):
+        if times is not None and instants is not None and part != "train" and len(of_part):
             first = of_part[np.argmin(instants[of_part])]
             boundaries[part] = _time_text(times[int(first)].as_py())
     return Parts(part_of, rows, positives, boundaries)
