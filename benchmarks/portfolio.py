@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.study.search_space import Point
 from merlin_cowclip.workflows.study.tune import Trainers
 from merlin_cowclip.workflows.study.tuned import Tuned
@@ -112,10 +110,8 @@ def measure(record: dict[str, Any], name: str, data: Path, options: argparse.Nam
     study = optuna.create_study(
         direction="maximize", sampler=optuna.samplers.TPESampler(seed=7, multivariate=True)
     )
-    with tempfile.TemporaryDirectory() as folder, Stopping() as stopping:
-        source = PreparedData.open(data)
-        rows = hold_out(source, options.held_out, 1, Path(folder) / "rows", progress=False)
-        trainers = Trainers(rows)
+    with Stopping() as stopping:
+        trainers = Trainers(PreparedData.open(data))
 
         def run(point: Point, found_on: str) -> float:
             aucs = []
@@ -265,7 +261,6 @@ def main() -> None:
     one.add_argument("data", type=Path)
     one.add_argument("--batch-size", type=int, required=True)
     one.add_argument("--epochs", type=int, default=6)
-    one.add_argument("--held-out", type=float, default=0.1)
     one.add_argument("--trials", type=int, default=24)
     one.add_argument("--scaled", action="store_true")
     commands.add_parser("transfer").add_argument("record", type=Path)

@@ -10,7 +10,6 @@ from merlin_cowclip.plugins.optimizers.state import training_state, weights_of
 from merlin_cowclip.workflows import train
 from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.study.search_space import CHOICES, Point
 from merlin_cowclip.workflows.study.tune import Trainers
 from merlin_cowclip.workflows.training.configuration import CheckpointConfig
@@ -46,11 +45,6 @@ TRIALS = [  # of a seed each
 ]
 
 
-@pytest.fixture(scope="module")
-def rows(data, tmp_path_factory):
-    return hold_out(data, 0.2, 7, tmp_path_factory.mktemp("trials") / "rows", progress=False)
-
-
 @pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.extended)])
 def _either_way(request):
     """Eager, and with graphs, which round as their constants are folded."""
@@ -62,8 +56,8 @@ def _either_way(request):
 @pytest.mark.usefixtures("_either_way")
 @pytest.mark.parametrize("clip", CHOICES["clip"])
 @pytest.mark.parametrize("update", CHOICES["update"])
-def test_reused_as_if_new(rows, tmp_path, update, clip):
-    config, trainers = TuneConfig(batch_size=SIZE, network=NETWORK, epochs=3), Trainers(rows)
+def test_reused_as_if_new(data, tmp_path, update, clip):
+    config, trainers = TuneConfig(batch_size=SIZE, network=NETWORK, epochs=3), Trainers(data)
     trials = []
     for hp, rates, seed in TRIALS:
         hp = hp.replace(clip=None if clip == "none" else clip)
@@ -79,11 +73,12 @@ def test_reused_as_if_new(rows, tmp_path, update, clip):
     for number, (trial, epochs, weights) in enumerate(trials):
         checkpointing = CheckpointConfig(saved_model=False)
         run = train(
-            rows, trial, tmp_path / str(number), checkpointing=checkpointing, progress=False
+            data, trial, tmp_path / str(number), checkpointing=checkpointing, progress=False
         )
         for ours, theirs in zip(epochs, run.result["epochs"], strict=True):
             names = ours.keys() - {"seconds"}
-            assert {n: ours[n] for n in names} == {n: theirs[n] for n in names}
+            valid = {name.removeprefix("valid_"): value for name, value in theirs.items()}
+            assert {n: ours[n] for n in names} == {n: valid[n] for n in names}
         theirs = {name: tf.Variable(value) for name, value in weights.items()}
         run.checkpoint().read(theirs)
         for name, value in weights.items():
@@ -91,9 +86,9 @@ def test_reused_as_if_new(rows, tmp_path, update, clip):
 
 
 @pytest.mark.usefixtures("eager")
-def test_few_are_kept(rows):
-    """What is clipped in absent rows, too, has a step of its own."""
-    config, trainers = TuneConfig(batch_size=SIZE, network=NETWORK, epochs=1), Trainers(rows)
+def test_few_are_kept(data):
+    """What is clipped in absent data, too, has a step of its own."""
+    config, trainers = TuneConfig(batch_size=SIZE, network=NETWORK, epochs=1), Trainers(data)
     for update in CHOICES["update"]:
         for hp in (FIRST, FIRST.replace(clip=None), FIRST.replace(clip_ratio=1e-4)):
             trainers.get(config.train_config(Point(hp, update)), Stopping(), lambda: None)
@@ -101,8 +96,8 @@ def test_few_are_kept(rows):
 
 
 @pytest.mark.usefixtures("eager")
-def test_the_loss_scale_begins_anew(rows):
-    config, trainers = TuneConfig(batch_size=SIZE, network=NETWORK, epochs=1), Trainers(rows)
+def test_the_loss_scale_begins_anew(data):
+    config, trainers = TuneConfig(batch_size=SIZE, network=NETWORK, epochs=1), Trainers(data)
     with in_precision("mixed_float16"):
         for _ in range(2):
             trial = config.train_config(Point(FIRST))

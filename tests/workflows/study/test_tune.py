@@ -19,7 +19,6 @@ from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
 from merlin_cowclip.workflows.study import largest_batch as largest
 from merlin_cowclip.workflows.study import tune as tuning
 from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.study.largest_batch import largest_batch
 from merlin_cowclip.workflows.study.search_space import Point
 from merlin_cowclip.workflows.study.tune import Trainers, tune
@@ -77,7 +76,7 @@ def test_the_result_is_the_best_trial(shared, data):
     assert config.update == best["update"]
     result = json.loads((shared.path / "result.json").read_text())
     assert result == shared.result
-    assert result["rows"] == {"train": 1215, "test": 135}
+    assert result["rows"] == data.rows == {"train": 1215, "valid": 135, "test": 450}
     assert {"optuna", "tensorflow", "python"} <= result["versions"].keys()
     assert result["command"] == "the command"
 
@@ -421,32 +420,28 @@ def test_the_largest_batch_that_loses_nothing(data, config, tmp_path, fake, monk
 # Trials that train
 
 
-@pytest.fixture(scope="module")
-def rows(data, tmp_path_factory):
-    return hold_out(data, 0.2, 7, tmp_path_factory.mktemp("trials") / "rows", progress=False)
-
-
 @pytest.mark.usefixtures("eager")
 @pytest.mark.filterwarnings("ignore:Even though the `tf.config.exp")
 class TestTrials:
-    def test_a_trial_is_what_train_does(self, rows, tmp_path):
+    def test_a_trial_is_what_train_does(self, data, tmp_path):
         """On the same rows: AUC, log loss, calibration and training loss to the last digit."""
         config = TuneConfig(batch_size=256, network=NETWORK, base={}, epochs=2, update="lazy")
         trained = config.train_config(dataclasses.replace(config.rules["cowclip"], rates="falling"))
-        epochs = list(Trainers(rows).epochs(trained, Stopping()))
+        epochs = list(Trainers(data).epochs(trained, Stopping()))
         tf.config.run_functions_eagerly(True)
         checkpointing = CheckpointConfig(saved_model=False)
-        run = train(rows, trained, tmp_path / "run", checkpointing=checkpointing, progress=False)
-        names = ("auc", "log_loss", "calibration", "train_loss")
+        run = train(data, trained, tmp_path / "run", checkpointing=checkpointing, progress=False)
+        names = ("auc", "log_loss", "calibration")
         for ours, theirs in zip(epochs, run.result["epochs"], strict=True):
-            assert [ours[name] for name in names] == [theirs[name] for name in names]
+            assert [ours[name] for name in names] == [theirs[f"valid_{name}"] for name in names]
+            assert ours["train_loss"] == theirs["train_loss"]
 
-    def test_a_diverging_trial_reports_why(self, rows):
+    def test_a_diverging_trial_reports_why(self, data):
         config = TuneConfig(batch_size=256, network=NETWORK, base={"dense_lr": 1e25})
         with pytest.raises(NotFiniteError, match="must"):
-            list(Trainers(rows).epochs(config.train_config(config.rules["none"]), Stopping()))
+            list(Trainers(data).epochs(config.train_config(config.rules["none"]), Stopping()))
 
-    def test_a_trial_stops_after_the_current_update(self, rows):
+    def test_a_trial_stops_after_the_current_update(self, data):
         config = TuneConfig(batch_size=256, network=NETWORK, base={})
         stopping, updates = Stopping(), []
 
@@ -457,7 +452,7 @@ class TestTrials:
 
         with pytest.raises(KeyboardInterrupt):
             list(
-                Trainers(rows).epochs(config.train_config(config.rules["none"]), stopping, advance)
+                Trainers(data).epochs(config.train_config(config.rules["none"]), stopping, advance)
             )
         assert len(updates) == 2
 

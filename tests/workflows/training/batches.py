@@ -10,7 +10,7 @@ from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.training.loader import Loader
 
-ROWS, TRAIN, TEST = 5_000, 4_000, 1_000
+ROWS, TRAIN, TEST, VALID = 5_000, 4_000, 1_000, 400
 BATCH = 300  # divides neither a row group nor a part
 SPEC = DatasetSpec(
     name="toy",
@@ -18,7 +18,7 @@ SPEC = DatasetSpec(
     categorical=("user", "item"),
     continuous=("serial", "price"),
     lists=("genres", "tags"),
-    split=Split("random", TEST / ROWS),
+    split=Split("random", TEST / ROWS, valid=0),
 )
 
 

@@ -1,5 +1,6 @@
 """One prepared folder for all tests of the loader and of training; runs that were interrupted."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -10,38 +11,45 @@ from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.training import loader, order
 
-from .batches import ROWS, SPEC, TRAIN
+from .batches import ROWS, SPEC, TRAIN, VALID
 from .interrupted import Runs
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> PreparedData:
     home = tmp_path_factory.mktemp("loader")
-    random = np.random.default_rng(0)
+    log(home / "log.csv", ROWS, seed=0)
+    log(home / "valid.csv", VALID, seed=1)
+    split = dataclasses.replace(SPEC.split, valid=(str(home / "valid.csv"),))
+    spec = dataclasses.replace(SPEC, split=split)
+    return prepare(spec, [home / "log.csv"], home / "data", progress=False)
+
+
+def log(path: Path, rows: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
 
     def ids_of(field: str, most: int) -> list[str]:
         return [
             "|".join(f"{field}{i}" for i in random.integers(0, 9, random.integers(0, most)))
-            for _ in range(ROWS)
+            for _ in range(rows)
         ]
 
     pd.DataFrame(
         {
-            "y": random.integers(0, 2, ROWS),
-            "user": [f"u{u}" for u in random.zipf(1.5, ROWS) % 400],
-            "item": random.integers(0, 40, ROWS),
-            "serial": random.permutation(ROWS),
-            "price": random.normal(5, 3, ROWS),
+            "y": random.integers(0, 2, rows),
+            "user": [f"u{u}" for u in random.zipf(1.5, rows) % 400],
+            "item": random.integers(0, 40, rows),
+            "serial": random.permutation(rows),
+            "price": random.normal(5, 3, rows),
             "genres": ids_of("g", 4),
             "tags": ids_of("t", 3),
         }
-    ).to_csv(home / "log.csv", index=False)
-    return prepare(SPEC, [home / "log.csv"], home / "data", progress=False)
+    ).to_csv(path, index=False)
 
 
 @pytest.fixture(scope="session")
 def on_disk(data) -> dict[str, pd.DataFrame]:
-    """Both parts in the order on disk, lists as tuples."""
+    """The training and the test part in the order on disk, lists as tuples."""
     parts = {}
     for part in ("train", "test"):
         files = sorted((data.path / part).glob("*.parquet"))

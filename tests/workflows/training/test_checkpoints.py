@@ -56,7 +56,7 @@ def steps_of(run) -> list[int]:
 
 def test_the_last_and_the_best_stay(run, data):
     per_epoch = len(Loader(data, batch_size=128))
-    aucs = [epoch["auc"] for epoch in run.result["epochs"]]
+    aucs = [epoch["valid_auc"] for epoch in run.result["epochs"]]
     best = int(np.argmax(aucs)) + 1
     assert best < 4  # or this test shows nothing
     assert run.result["best_epoch"] == best
@@ -66,12 +66,12 @@ def test_the_last_and_the_best_stay(run, data):
 def test_the_models_of_a_run_without_a_saved_model(run, data):
     """Rebuilt, they measure what was measured when they were trained."""
     assert not (run.path / "model").exists()
-    test = Loader(data, "test", batch_size=256)
-    for which, epoch in (("last", 4), ("best", run.result["best_epoch"])):
+    valid = Loader(data, "valid", batch_size=256)
+    for which, epoch in ((None, 4), ("last", 4), ("best", run.result["best_epoch"])):
         measured = run.result["epochs"][epoch - 1]
-        quality = evaluate(run.model(which), test)
-        assert quality.auc == pytest.approx(measured["auc"], abs=1e-6)
-        assert quality.log_loss == pytest.approx(measured["log_loss"], abs=1e-6)
+        quality = evaluate(run.model(which), valid)
+        assert quality.auc == pytest.approx(measured["valid_auc"], abs=1e-6)
+        assert quality.log_loss == pytest.approx(measured["valid_log_loss"], abs=1e-6)
     with pytest.raises(UserError, match="which must be one of last, best. Received: 'first'"):
         run.model("first")
 
@@ -122,6 +122,10 @@ def test_early_stopping(data, tmp_path):
     stopped = train(data, options, out, checkpointing=checkpointing, progress=False)
     assert len(stopped.result["epochs"]) == stopped.result["best_epoch"] + 2 < 9
     assert config(patience=2).identity != config().identity
+    best = stopped.model()  # by default that of the best epoch
+    for part, measured in (("valid", stopped.result["epochs"][-3]), ("test", stopped.result)):
+        auc = evaluate(best, Loader(data, part, batch_size=256)).auc
+        assert auc == pytest.approx(measured[{"valid": "valid_auc", "test": "auc"}[part]], abs=1e-6)
     assert resume(out, epochs=20, progress=False).result["epochs"] == stopped.result["epochs"]
 
 
@@ -147,17 +151,17 @@ def test_a_run_in_half_precision(data, tmp_path, graphs_rewritten):
         assert len([name for name in tensors if name.startswith("state/loss_scale_")]) == 2
     model, measured = further.model(), further.result["epochs"][-1]
     assert model.layers[-1].dtype_policy.name == "mixed_float16"
-    test = Loader(data, "test", batch_size=256)
-    assert evaluate(model, test).auc == pytest.approx(measured["auc"], abs=1e-6)
+    valid = Loader(data, "valid", batch_size=256)
+    assert evaluate(model, valid).auc == pytest.approx(measured["valid_auc"], abs=1e-6)
     assert tf.keras.mixed_precision.global_policy().name == "float32"
 
 
 def test_progress_of_equal_epochs_is_bests_first():
-    epochs = [{"epoch": e, "auc": auc} for e, auc in ((1, 0.6), (2, 0.7), (3, 0.7))]
+    epochs = [{"epoch": e, "valid_auc": auc} for e, auc in ((1, 0.6), (2, 0.7), (3, 0.7))]
     assert Progress(epochs).best == 2
     assert Progress(epochs).is_out_of(1)
     assert not Progress(epochs).is_out_of(2)
-    assert Progress([{"epoch": 1, "auc": None}]).best is None
+    assert Progress([{"epoch": 1, "valid_auc": None}]).best is None
 
 
 # Where a finished run cannot go on

@@ -78,8 +78,8 @@ def test_rows_come_in_the_order_of_every_version(tmp_path, monkeypatch, seed, ep
     for name, part in (("a", table.slice(0, 14)), ("b", table.slice(14))):
         pq.write_table(part, tmp_path / f"{name}.parquet", row_group_size=4)
     spec = DatasetSpec(name="tiny", label="y", categorical=("user",), continuous=("serial",))
-    files = {"train": [file_state(tmp_path / f"{name}.parquet") for name in "ab"], "test": []}
-    record = {"files": files, "rows": {"train": 24, "test": 0}}
+    files = {"train": [file_state(tmp_path / f"{name}.parquet") for name in "ab"]}
+    record = {"files": files, "rows": {"train": 24}}
     loader = Loader(PreparedData(tmp_path, spec, record), batch_size=5, seed=seed)
     batches = (x["serial"][:, 0].astype(int).astype(str) for x, _ in loader.batches(epoch))
     assert " | ".join(map(" ".join, batches)) == ORDERS[seed, epoch]
@@ -222,8 +222,8 @@ def test_a_part_of_which_nothing_would_be_left_is_refused(data, options):
 
 def test_a_part_without_rows_is_refused(data):
     """An adopted pipeline may have no test part."""
-    record = {**data.record, "files": {"train": [], "test": []}, "rows": {"train": 0, "test": 0}}
-    with pytest.raises(UserError, match="has no test rows. Name data that has a test split"):
+    record = {**data.record, "files": {"test": []}, "rows": {"test": 0}}
+    with pytest.raises(UserError, match="has no test part. Name data that has one"):
         Loader(PreparedData(data.path, data.spec, record), "test", batch_size=BATCH)
 
 

@@ -14,7 +14,7 @@ VALUES = {
     "all/loss": 0.1,
     "all/samples_per_second": 1234567.89,
     "field_ids_per_batch/embeddings/größe": 3,
-    "all/test_auc": math.nan,
+    "all/valid_auc": math.nan,
     "all/dense_lr": math.inf,
 }
 

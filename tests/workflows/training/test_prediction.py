@@ -55,7 +55,7 @@ BATCH = 64
 FAST = Hyperparameters(batch_size=64, dense_lr=1e-2, embedding_lr=5e-2, clip_floor=1e-2)
 CONFIG = TrainConfig(**base_fields(FAST), batch_size=64, epochs=1, model="fm", embedding_dim=3)
 UNSAVED = CheckpointConfig(saved_model=False)
-LAST = Split("sequential", (ROWS - TRAIN) / ROWS)
+LAST = Split("sequential", (ROWS - TRAIN) / ROWS, valid=0)
 SHOP = DatasetSpec(
     name="shop",
     label="bought",
@@ -70,7 +70,7 @@ SPECS = {
     "plain": SHOP,
     "rare": replace(SHOP, freq_threshold={"user": 4, "genres": 30}),
     "hashed": replace(SHOP, freq_threshold=5, hash_buckets={"user": 7, "tags": 3}),
-    "time": replace(SHOP, split=Split("time", LAST.test, "hour")),
+    "time": replace(SHOP, split=Split("time", LAST.test, "hour", valid=0)),
 }
 
 
@@ -222,7 +222,7 @@ def test_raw_rows_score_as_prepared_ones(worlds, name, tmp_path):
 )
 def test_real_rows(real_data, tmp_path, spec, file):
     """The last ones of the log, gzipped as they are."""
-    spec = replace(spec, split=Split("sequential", 0.1))
+    spec = replace(spec, split=Split("sequential", 0.1, valid=0))
     data = prepare(spec, [real_data / file], tmp_path / "data", progress=False)
     config = replace(CONFIG, batch_size=512)
     run = train(data, config, tmp_path / "run", checkpointing=UNSAVED, progress=False)
@@ -376,7 +376,9 @@ def stock(tmp_path_factory) -> tuple[Run, PreparedData, Path]:
     for name in raw:
         workflow.transform(raw[name]).to_parquet(str(home / name))
     data = adopt(
-        home / "train", home / "workflow", "liked", home / "data", home / "test", progress=False
+        *(home / "train", home / "workflow", "liked", home / "data"),
+        test=home / "test",
+        progress=False,
     )
     with quick_saves():
         return train(data, CONFIG, home / "run", progress=False), data, home

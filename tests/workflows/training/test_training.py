@@ -27,7 +27,7 @@ from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 
 pytestmark = pytest.mark.usefixtures("quick_saves", "graphs_as_traced")
-ROWS, TRAIN, TEST = 5_000, 4_000, 1_000
+ROWS, TRAIN, TEST, VALID = 5_000, 4_000, 1_000, 400
 TOML = """
 name = "shop"
 label = "bought"
@@ -35,7 +35,7 @@ categorical = ["user", "item"]
 continuous = ["price", "age"]
 lists = ["genres"]
 list_separator = ";"
-split = { kind = "sequential", test = 0.2 }
+split = { kind = "sequential", test = 0.2, valid = ["VALID"] }
 """
 WIDTH, MLP = 4, (16,)
 UNSAVED = CheckpointConfig(saved_model=False)
@@ -76,8 +76,9 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(log, home) -> PreparedData:
-    (home / "shop.toml").write_text(TOML)
+    (home / "shop.toml").write_text(TOML.replace("VALID", str(home / "valid.csv")))
     log.to_csv(home / "log.csv", index=False)
+    log.sample(VALID, random_state=3).to_csv(home / "valid.csv", index=False)
     spec = DatasetSpec.from_toml(home / "shop.toml")
     return prepare(spec, [home / "log.csv"], home / "data", progress=False)
 
@@ -118,7 +119,8 @@ def weights(model) -> list[np.ndarray]:
 
 
 def measured(run: Run) -> list[tuple]:
-    return [(e["auc"], e["log_loss"], e["train_loss"]) for e in run.result["epochs"]]
+    names = ("valid_auc", "valid_log_loss", "train_loss")
+    return [tuple(epoch[name] for name in names) for epoch in run.result["epochs"]]
 
 
 # The result
@@ -136,10 +138,11 @@ def test_result(run, data):
     result = json.loads((run.path / "result.json").read_text())
     assert result == Run.open(run.path).result
     epochs = result["epochs"]
-    columns = ["epoch", "auc", "log_loss", "calibration", "train_loss", "seconds"]
+    metrics = ("auc", "log_loss", "calibration")
+    columns = ["epoch", *(f"valid_{name}" for name in metrics), "train_loss", "seconds"]
     assert [list(e) for e in epochs] == [columns] * 3
     assert [e["epoch"] for e in epochs] == [1, 2, 3]
-    assert (result["auc"], result["log_loss"]) == (epochs[-1]["auc"], epochs[-1]["log_loss"])
+    assert result["checkpoint"] == "last"
     assert result["train_seconds"] == pytest.approx(sum(e["seconds"] for e in epochs))
     assert min(e["seconds"] for e in epochs) > 0
     assert result["samples_per_second"] == pytest.approx(TRAIN * 3 / result["train_seconds"])
@@ -181,7 +184,7 @@ def test_config(run, data):
     assert config == run.config == run.result["config"]
     assert config["data"] == str(data.path)
     assert config["dataset"] == "shop"
-    assert config["rows"] == {"train": TRAIN, "test": TEST}
+    assert config["rows"] == {"train": TRAIN, "valid": VALID, "test": TEST}
     wanted = {"model": "deepfm", "rule": "cowclip", "batch_size": 512, "epochs": 3, "seed": 7}
     wanted |= {"update": "exact", "embedding_dim": WIDTH, "mlp": [16], "deterministic": True}
     assert {key: config[key] for key in wanted} == wanted

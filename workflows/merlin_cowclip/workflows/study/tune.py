@@ -74,7 +74,7 @@ _STEPS = 4  # the most compiled steps that are kept, each with a network and its
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 Epoch = dict[str, float]
-"""`auc` on the validation part after an epoch, and the `seconds` that it took."""
+"""As `Trainer.epochs` has it, measured on the validation part; `seconds` are all it took."""
 
 Tried = dict[str, Any]
 """A trial that has ended, as `result.json` has it."""
@@ -198,7 +198,8 @@ class Trainers:
         begun = time.perf_counter()
         with quiet_stack():  # of many networks in one process TensorFlow warns that it traces many
             for row in self.get(config, stopping, advance).epochs():
-                yield {"auc": row["valid_auc"], "seconds": time.perf_counter() - begun}
+                row = {name.removeprefix("valid_"): value for name, value in row.items()}
+                yield {**row, "seconds": time.perf_counter() - begun}
                 begun = time.perf_counter()
 
     def get(self, config: TrainConfig, stopping: Stopping, advance: Callable[[], Any]) -> Trainer:
