@@ -221,6 +221,36 @@ def test_another_spelling_of_a_label(tmp_path):
         rows_of(log)
 
 
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
+@pytest.mark.parametrize("head", ['u:token,"a\nb",y', "\ufeffu,x:float,y:label"])
+def test_columns_rename_those_of_a_header(tmp_path, name, head):
+    """As pandas.read_csv(header=0, names=…) does."""
+    spec = DatasetSpec("toy", "y", ("u", "b"), columns=("u", "b", "y"))
+    lines = [f"{i},x{i},{i % 2}" for i in range(50)]
+    text = "\n".join([head, *lines, ""])
+    log = source(tmp_path / name, text, spec)
+    read = pd.read_csv(log.path, header=0, names=spec.columns, dtype=str)
+    assert log.has_label()
+    log.check()
+    for size in (1, 100, 1 << 20):
+        found = rows_of(log, size)
+        assert found == [(int(y), u, b) for u, b, y in read.itertuples(index=False, name=None)]
+    assert len(found) == 50
+    line = 42 + 1 + head.count("\n")
+    for label in "2?":
+        lines[41] = f"41,x41,{label}"
+        log = source(tmp_path / name, "\n".join([head, *lines]), spec)
+        with pytest.raises(UserError, match=rf"line {line}, column 'y': .*[{label}]"):
+            checked_rows(log)
+    unlabelled = "\n".join(["u,b", *(row[:-2] for row in lines)])
+    log = source(tmp_path / name, unlabelled, spec, labelled=False)
+    assert not log.has_label()
+    assert checked_rows(log)[:2] == [("0", "x0"), ("1", "x1")]
+    log = source(tmp_path / name, "b,u:token,y\nx0,0,1\n", spec)
+    with pytest.raises(UserError, match="has 'b' at other places .* the order of the header"):
+        log.check()
+
+
 # Parquet
 
 

@@ -35,7 +35,7 @@ from merlin_cowclip.workflows.data.sources.base import TIME, Source, unchanged
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.sources.files import expand_paths
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
-from merlin_cowclip.workflows.data.spec import DatasetSpec
+from merlin_cowclip.workflows.data.spec import DatasetSpec, check_input_names
 from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
@@ -86,6 +86,7 @@ def prepare(
     check_whole("seed", seed, 0)
     check_whole("part_rows", part_rows, 1)
     refuse_existing(out)
+    check_input_names(spec)
     engine = engine or ("nvtabular" if device == "gpu" else "arrow")
     if engine not in ("arrow", "nvtabular"):
         raise UserError(f"engine must be 'arrow' or 'nvtabular'. Received: {engine!r}")
