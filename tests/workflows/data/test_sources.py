@@ -320,13 +320,14 @@ def test_folders_and_globs(tmp_path):
     (home / "day_9" / "part-0.csv").touch()
     days = [home / "day_9" / "a.csv", home / "day_10" / "b.csv"]
     for inputs in (home, f"{home}/*", f"{home}/**/*", f"{home}/*/*.csv", days):
-        assert expand_paths(inputs) == days
-    assert expand_paths(home / "day_9" / "_temporary") == [home / "day_9/_temporary/a.csv"]
+        assert list(expand_paths(inputs)) == days
+    assert list(expand_paths(home / "day_9" / "_temporary")) == [home / "day_9/_temporary/a.csv"]
     for inputs, message in (
         (home / "nowhere", "no input file found"),
         ("x" * 5_000, "no input file found"),
         ([], "no input file given"),
         ([days[0], home], "day_9/a.csv is given twice"),
+        ([days[0], days[0]], "day_9/a.csv is given twice"),
         (home / "day_9" / "part-0.csv", "part-0.csv is empty"),
         ("/dev/null", "/dev/null is not a regular file"),
     ):
@@ -349,11 +350,36 @@ def test_hive_partitions(tmp_path):
     frame["day"] = ["2024-01-01", "2024-01-02"] * 2
     frame.to_parquet(tmp_path / "logs", partition_cols=["day", "site", "hour"])
     found = []
-    for path in expand_paths(tmp_path / "logs"):
-        log = ParquetSource(spec, path)
+    for path, root in expand_paths(tmp_path / "logs").items():
+        log = ParquetSource(spec, path, root=root)
         assert log.has_label()
         log.check()
         found += rows_of(log)
     expected = frame[["y", "hour", "site", "ad", "day"]].astype({"ad": str, "hour": float})
     expected = expected.astype(object).where(expected.notna(), None)
     assert sorted(found, key=str) == sorted(expected.itertuples(index=False, name=None), key=str)
+
+
+def test_hive_columns_come_from_below_the_input(tmp_path, monkeypatch):
+    """As pandas reads a folder or a file; a glob counts from its first folder without a pattern."""
+    home = tmp_path / "user=alice" / "logs"
+    pd.DataFrame({"y": [1], "day": [2], "hour": [3]}).to_parquet(
+        home, partition_cols=["day", "hour"]
+    )
+    (file,) = home.rglob("*.parquet")
+    monkeypatch.chdir(home)
+    for inputs, columns in (
+        (home, ["day", "hour"]),
+        (home / "day=2", ["hour"]),
+        (file, []),
+        (".", ["day", "hour"]),
+        (f"{home}/*/hour=*", ["day", "hour"]),
+        (f"{home}/day=2/**/*.parquet", ["hour"]),
+        (f"{tmp_path}/*/logs", ["user", "day", "hour"]),
+        ("day=*/*/*", ["day", "hour"]),
+    ):
+        ((path, root),) = expand_paths(inputs).items()
+        spec = DatasetSpec("toy", "y", ("day",), format="parquet")
+        assert ParquetSource(spec, path, root=root).names == ("y", *columns)
+        if "*" not in str(inputs):
+            assert list(pd.read_parquet(inputs).columns) == ["y", *columns]

@@ -95,7 +95,8 @@ def prepare(
     if engine != "arrow" and like is not None:
         raise UserError("like needs engine 'arrow'. Leave the engine out")
     check_executor(workers, device)
-    sources = [READERS[spec.format](spec, path) for path in expand_paths(inputs)]
+    reader = READERS[spec.format]
+    sources = [reader(spec, path, root=root) for path, root in expand_paths(inputs).items()]
     for source in sources:
         source.check()
     with all_or_nothing(out) as folder:

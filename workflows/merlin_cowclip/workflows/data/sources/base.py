@@ -42,6 +42,7 @@ class Source(abc.ABC):
     spec: DatasetSpec
     path: Path
     labelled: bool = True  # whether to read the label
+    root: Path | None = None  # folders below it may give columns of parquet
 
     @property
     def size(self) -> int:

@@ -64,7 +64,9 @@ class ParquetSource(Source):
     @property
     def _partition(self) -> dict[str, str | None]:
         """The columns that names of folders give, as text."""
-        pairs = [part.split("=", 1) for part in self.path.parent.parts if "=" in part]
+        home = self.path.parent
+        parts = home.relative_to(self.root or home).parts
+        pairs = [part.split("=", 1) for part in parts if "=" in part]
         texts = {urllib.parse.unquote(key): urllib.parse.unquote(text) for key, text in pairs}
         return {key: None if text == HIVE_NULL else text for key, text in texts.items()}
 
