@@ -415,7 +415,7 @@ def cell(row: int, column: str, value: Any) -> Callable[[pd.DataFrame], pd.DataF
     [
         ("predict", lambda log: log.drop(columns="user"), "log.csv has no column 'user'"),
         ("predict", cell(7, "price", "cheap"), "log.csv, line 9, column 'price': … 'cheap'"),
-        ("evaluate", cell(0, "y", 2), "log.csv, line 2, column 'y': the label is 2"),
+        ("evaluate", cell(0, "y", 2), "log.csv, line 2, column 'y': the label is '2'"),
         ("evaluate", lambda log: log[:0], "labels of 0 and of 1 … only 0, in 0 rows"),
         ("evaluate", lambda log: log.assign(y=1), "labels of 0 and of 1 … only 1, in 60 rows"),
         ("evaluate", lambda log: log.drop(columns="y"), "without label 'y' … predict"),

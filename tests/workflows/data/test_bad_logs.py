@@ -104,7 +104,7 @@ def no(column: int) -> str:
 GZIPPED = gzip.compress((HEAD + ROWS).encode())
 LOGS: dict[str, tuple[str | bytes, str]] = {
     "header only": (HEAD, "log.csv has no rows"),
-    "label 2": (at(9, "2,a,1,x"), "log.csv, line 9, column 'y': the label is 2 … Correct"),
+    "label 2": (at(9, "2,a,1,x"), "log.csv, line 9, column 'y': the label is '2' … Correct"),
     "all clicks": (HEAD + "1,a,1,x\n" * 80, "the training part has 0 rows with label 0"),
     "no id": (no(1), "column 'user' has no value in the 40 training rows"),
     "no number": (no(2), "column 'price' has no value"),

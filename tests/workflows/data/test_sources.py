@@ -133,7 +133,7 @@ def test_a_blank_line_of_one_column_is_a_missing_value(tmp_path, name):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ("7,u,1.5", "line {}, column 'y': the label is 7 instead of 0 or 1"),
+        ("7,u,1.5", "line {}, column 'y': the label is '7' instead of '0' or '1'"),
         ("x,u,1.5", "line {}, column 'y': .*'x'.*label_values"),
         ("1,u,0x1f", "line {}, column 'n': .*'0x1f'"),
         ("1,u,inf", "line {}, column 'n': the number is inf.*non_finite"),
@@ -151,7 +151,7 @@ def test_a_bad_value_is_named_by_line_and_column(tmp_path, name, size, row, word
 
 def test_lines_of_a_file_with_line_ends_in_cells(tmp_path):
     log = source(tmp_path / "log.csv", HEAD + '1,"a\n\nb",c\n' * 5 + "2,u,v\n")
-    with pytest.raises(UserError, match=r"log.csv, line 17, column 'y': the label is 2"):
+    with pytest.raises(UserError, match=r"log.csv, line 17, column 'y': the label is '2'"):
         rows_of(log)
 
 
@@ -216,9 +216,52 @@ def test_spellings_of_missing_values_and_labels(tmp_path, kind):
 
 
 def test_another_spelling_of_a_label(tmp_path):
-    log = source(tmp_path / "log.csv", "y,a,n,t\nTrue,x,1,u\nno,x,1,u\n", SPELT)
-    with pytest.raises(UserError, match="line 3, column 'y': the label is no instead of False"):
+    for label in ("no", " True"):
+        log = source(tmp_path / "log.csv", f"y,a,n,t\nTrue,x,1,u\n{label},x,1,u\n", SPELT)
+        message = f"line 3, column 'y': the label is '{label}' instead of 'False' or 'True'"
+        with pytest.raises(UserError, match=message):
+            rows_of(log)
+
+
+@pytest.mark.parametrize("label", [-1, 2, 0.5])
+def test_a_number_that_is_no_label(tmp_path, label):
+    """-1 and 1 are the labels of many other tools."""
+    spec = DatasetSpec("toy", "y", ("a",))
+    message = f"2, column 'y': the label is '{label}' instead of '0' or '1'"
+    with pytest.raises(UserError, match=f"line {message.replace('2', '3', 1)}"):
+        rows_of(source(tmp_path / "log.csv", f"y,a\n1,x\n{label},x\n", spec))
+    pq.write_table(pa.table({"y": [1, label], "a": ["x", "x"]}), tmp_path / "log.parquet")
+    with pytest.raises(UserError, match=f"row {message}"):
+        rows_of(ParquetSource(dataclasses.replace(spec, format="parquet"), tmp_path / "log.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("cell", "separator"),
+    [
+        ("[3, 0]", "|"),
+        ("[3, 0]", ","),
+        ("['a', 'b']", "|"),
+        ('[""a"", ""b""]', ";"),
+        ("[3 0]", " "),
+        ("[a|b]", "|"),
+        ("[]", "|"),
+    ],
+)
+def test_lists_in_brackets(tmp_path, cell, separator):
+    """As pandas and NumPy write lists into a CSV file."""
+    spec = DatasetSpec("toy", "y", (), (), ("t",), list_separator=separator)
+    log = source(tmp_path / "log.csv", f'y,t\n1,[deleted]\n1,\n0,"{cell}"\n', spec)
+    with pytest.raises(UserError) as caught:
         rows_of(log)
+    message = str(caught.value)
+    assert f"log.csv, line 4, column 't': the list {cell.replace(chr(34) * 2, chr(34))!r}" in message
+    assert f"Write only its ids, with list_separator {separator!r} between them" in message
+
+
+def test_ids_of_lists_may_have_brackets(tmp_path):
+    text = "y,t\n1,[deleted]|[a]\n0,[]|x[1]\n1,[x\n"
+    log = source(tmp_path / "log.csv", text, DatasetSpec("toy", "y", (), (), ("t",)))
+    assert rows_of(log) == [(1, ["[deleted]", "[a]"]), (0, ["[]", "x[1]"]), (1, ["[x"])]
 
 
 @pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
@@ -293,7 +336,7 @@ def test_parquet_types(tmp_path):
     spec = DatasetSpec("toy", "y", ("a",), ("n",), ("t",), format="parquet")
     columns = {"y": [1, 0], "a": ["x", "z"], "n": [1.0, None], "t": [["u"], []]}
     for name, values, message in (
-        ("y", [1, 2], r"row 2, column 'y': the label is 2 instead of 0 or 1"),
+        ("y", [1, 2], r"row 2, column 'y': the label is '2' instead of '0' or '1'"),
         ("n", [1.0, float("inf")], r"row 2, column 'n': the number is inf"),
         ("n", ["1", "x"], r"cannot read column 'n' of .*: .*'x'"),
         ("t", ["u", "v"], r"cannot read column 't' of .*: it is string, not a list"),
