@@ -74,9 +74,9 @@ def test_what_is_there_is_refused(tmp_path):
 
 def test_urls_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for url in ("s3://bucket/out", "gs://b/o", "hdfs://host:8020/out", "file:///tmp/out", "a+b.c:/o"):
+    for url in ("s3://bucket/out", "gs://b/o", "hdfs://host:8020/out", "file:///tmp/out"):
         for kind in ("folder", "file"):
-            message = rf"output {kind} must be a local path. Received: {url[:2].strip(':')}"
+            message = f"output {kind} must be a local path. Received: {Path(url)}"
             with pytest.raises(UserError, match=message):
                 refuse_existing(Path(url), kind)
             with pytest.raises(UserError, match=message), all_or_nothing(Path(url), kind):

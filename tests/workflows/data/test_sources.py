@@ -232,7 +232,9 @@ def test_a_number_that_is_no_label(tmp_path, label):
         rows_of(source(tmp_path / "log.csv", f"y,a\n1,x\n{label},x\n", spec))
     pq.write_table(pa.table({"y": [1, label], "a": ["x", "x"]}), tmp_path / "log.parquet")
     with pytest.raises(UserError, match=f"row {message}"):
-        rows_of(ParquetSource(dataclasses.replace(spec, format="parquet"), tmp_path / "log.parquet"))
+        rows_of(
+            ParquetSource(dataclasses.replace(spec, format="parquet"), tmp_path / "log.parquet")
+        )
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,8 @@ def test_lists_in_brackets(tmp_path, cell, separator):
     with pytest.raises(UserError) as caught:
         rows_of(log)
     message = str(caught.value)
-    assert f"log.csv, line 4, column 't': the list {cell.replace(chr(34) * 2, chr(34))!r}" in message
+    text = cell.replace('""', '"')
+    assert f"log.csv, line 4, column 't': the list {text!r}" in message
     assert f"Write only its ids, with list_separator {separator!r} between them" in message
 
 
@@ -290,7 +293,7 @@ def test_columns_rename_those_of_a_header(tmp_path, name, head):
     assert not log.has_label()
     assert checked_rows(log)[:2] == [("0", "x0"), ("1", "x1")]
     log = source(tmp_path / name, "b,u:token,y\nx0,0,1\n", spec)
-    with pytest.raises(UserError, match="has 'b' at other places .* the order of the header"):
+    with pytest.raises(UserError, match="has 'b' at another place .* the order of the header"):
         log.check()
 
 

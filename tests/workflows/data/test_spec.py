@@ -93,7 +93,11 @@ def test_toml(tmp_path):
         ('format = "csv"', 'format = "orc"', r"format must be one of 'csv', 'parquet'"),
         ('separator = ";"', 'separator = ";;"', r"separator must be one ASCII character"),
         ('separator = ";"', "header = false", r"with header = false needs columns. List all"),
-        ('format = "csv"', 'format = "parquet"\ncolumns = ["a"]', r"columns are for format csv only"),
+        (
+            'format = "csv"',
+            'format = "parquet"\ncolumns = ["a"]',
+            r"columns are for format csv only",
+        ),
         ('kind = "sequential"', 'kind = "by day"', r"split.kind must be one of"),
         ("test = 0.25", "test = 1", r"split.test must lie between 0 and 1. Received: 1"),
         ("test = 0.25", "test = 0.25\nseed = 1", r"unexpected keyword argument 'seed'"),

@@ -26,8 +26,8 @@ def refuse_existing(out: Path, what: str = "folder") -> None:
         what: a "folder", or "file".
 
     Raises:
-        UserError: it is a URL, or exists, if only as a dangling link, or the folder around it cannot
-            be written.
+        UserError: it is a URL, it exists, if only as a dangling link, or the folder around it
+            cannot be written.
     """
     if re.match(r"[A-Za-z][\w+.-]*:/", str(out)):  # pathlib makes s3:/a of s3://a
         raise UserError(

@@ -23,6 +23,7 @@ with quiet_imports():
     from nvtabular.ops import Categorify, NormalizeMinMax, Operator
     from nvtabular.ops.categorify import NULL_OFFSET, OOV_OFFSET
 
+
 class EncodeIds(Categorify):
     """Categorify (same files, IDs and schema) for IDs of any type, read as text.
 

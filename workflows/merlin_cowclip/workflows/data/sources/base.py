@@ -177,8 +177,8 @@ class Source(abc.ABC):
             if row >= 0:
                 raise UserError(
                     f"{self.path}, {place(row)}, column {name!r}: the list "
-                    f"{clipped(repr(column[row].as_py()))} is in brackets. Write only its ids, with "
-                    f"list_separator {separator!r} between them"
+                    f"{clipped(repr(column[row].as_py()))} is in brackets. Write only its ids, "
+                    f"with list_separator {separator!r} between them"
                 )
             column = pc.split_pattern(column, separator)
         texts = ids_as_text(column, is_list, self.spec.null_values)

@@ -77,8 +77,8 @@ class CsvSource(Source):
         places = dict(zip(cells, self.names, strict=True)) if self.spec.header else {}
         if moved := [name for name, own in places.items() if name != own and name in self.names]:
             raise UserError(
-                f"{self.path} has {quoted(moved)} at other places than the specification's columns. "
-                "List them in the order of the header"
+                f"{self.path} has {quoted(moved)} at another place than columns in the "
+                "specification. List them in the order of the header"
             )
         super().check()
 
