@@ -295,6 +295,7 @@ def test_columns_rename_those_of_a_header(tmp_path, name, head):
     log = source(tmp_path / name, "b,u:token,y\nx0,0,1\n", spec)
     with pytest.raises(UserError, match="has 'b' at another place .* the order of the header"):
         log.check()
+    source(tmp_path / name, "u,u,y\nx0,0,1\n", spec).check()  # two columns with one name
 
 
 # Parquet

@@ -247,6 +247,6 @@ def _inputs(node: dag.Node, name: str, mapped: list[str], given: Mapping[str, Co
     if isinstance(op, ops.JoinExternal):
         keys = [op.on] if isinstance(op.on, str) else list(op.on)
         return [name, *keys] if name in given else keys
-    _is_stock = type(op).__module__.startswith(("nvtabular.", "merlin."))
+    is_stock = type(op).__module__.startswith(("nvtabular.", "merlin."))
     mixes = isinstance(op, (*_ROW_OPS, ops.DifferenceLag)) or getattr(op, "_param_count", 1) > 1
-    return mapped if _is_stock and not mixes else list(given)
+    return mapped if is_stock and not mixes else list(given)

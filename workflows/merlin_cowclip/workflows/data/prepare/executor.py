@@ -19,7 +19,6 @@ from typing import Any
 from merlin_cowclip.workflows.errors import UserError, check_whole
 
 THREADS = min(4, os.cpu_count() or 1)  # of one process; each holds one column, or one part
-WORKERS_PER_CORE = 4  # at most
 DEATHS = 3  # of workers over one task, before the task is given up
 SETTINGS = {
     "distributed.scheduler.allowed-failures": DEATHS,
@@ -71,7 +70,7 @@ def check_executor(workers: int, device: str) -> None:
     """Check the arguments of `make_executor`, that packages are there, and a GPU per worker."""
     if device not in ("cpu", "gpu"):
         raise UserError(f"device must be 'cpu' or 'gpu'. Received: {device!r}")
-    check_whole("workers", workers, 0, WORKERS_PER_CORE * (os.cpu_count() or 1))
+    check_whole("workers", workers, 0, 4 * (os.cpu_count() or 1))
     if device == "cpu":
         return
     for package in ("cudf", "dask_cudf", "dask_cuda"):

@@ -68,8 +68,8 @@ class EncodeIds(Categorify):
         """Ids as int64: 1 for a missing one, 2 (or a bucket) for one not in the vocabulary.
 
         A cuDF frame must have ids as text, or lists of text. Stock Categorify encodes it on the
-        GPU, except lists, hashed ids, columns of nulls and those that have a name which it uses
-        itself (``order``, ``labels``). They are encoded as on a CPU.
+        GPU. Lists, hashed ids, columns of nulls, and ``order`` and ``labels``, names that it uses
+        itself, are encoded as on a CPU.
         """
         names = list(col_selector.names)
         if not hasattr(df, "to_pandas"):

@@ -73,9 +73,8 @@ def prepare(
         seed: of split and shuffle.
         progress: show progress bars on stderr.
         part_rows: maximum number of rows in an output file.
-        workers: processes of a Dask cluster, at most 4 per core; 0 for threads, or on GPUs one per
-            GPU. The tasks of a worker that dies run again. The calling script needs
-            ``if __name__ == "__main__":``.
+        workers: Dask processes, at most 4 per core; 0 for threads, or one per GPU. Tasks of a
+            worker that dies run again. The calling script needs ``if __name__ == "__main__":``.
         device: where NVTabular runs: "cpu", or "gpu" for dask-cuda's workers.
         engine: what fits and encodes columns: "arrow", or "nvtabular", which ``device="gpu"``
             implies. IDs that occur equally often may be numbered differently.

@@ -74,8 +74,8 @@ class CsvSource(Source):
                 f"{SEPARATORS.get(separator, repr(separator))}-separated columns, found "
                 f"{len(cells)}). {remedy}"
             )
-        places = dict(zip(cells, self.names, strict=True)) if self.spec.header else {}
-        if moved := [name for name, own in places.items() if name != own and name in self.names]:
+        pairs = zip(cells, self.names, strict=True) if self.spec.header else ()
+        if moved := [name for cell, name in pairs if cell != name and name in cells]:
             raise UserError(
                 f"{self.path} has {quoted(moved)} at another place than columns in the "
                 "specification. List them in the order of the header"
