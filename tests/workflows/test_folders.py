@@ -72,6 +72,20 @@ def test_what_is_there_is_refused(tmp_path):
     refuse_existing(tmp_path / "new" / "out")
 
 
+def test_urls_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for url in ("s3://bucket/out", "gs://b/o", "hdfs://host:8020/out", "file:///tmp/out"):
+        for kind in ("folder", "file"):
+            message = f"output {kind} must be a local path. Received: {Path(url)}"
+            with pytest.raises(UserError, match=message):
+                refuse_existing(Path(url), kind)
+            with pytest.raises(UserError, match=message), all_or_nothing(Path(url), kind):
+                pass
+    assert names(tmp_path) == set()
+    refuse_existing(Path("a:b/c"))
+    refuse_existing(tmp_path / "2026-01-01T00:00" / "out")
+
+
 def test_another_command_may_be_faster(tmp_path):
     out = tmp_path / "out"
 

@@ -131,6 +131,22 @@ REFUSED = {
     "export RUN": "export needs --out REPOSITORY, or only --rare P",
     "export RUN --out OUT --drop-rare 100": "between 0 and 100 % … 100.0",
     "export RUN --rare 1 --data NOWHERE": "no folder 'NOWHERE' … that prepare or adopt wrote",
+    **dict.fromkeys(  # no command writes to a URL
+        (
+            "prepare criteo LOG --out s3://b/out",
+            "adopt LOG --workflow EMPTY --label y --out s3://b/out",
+            "demo --out s3://b/out",
+            "frequencies DATA --out s3://b/out",
+            "frequencies DATA --top-k 2 --out s3://b/out",
+            "train DATA --batch-size 64 --out s3://b/out",
+            "tune DATA --quiet --batch-size 64 --out s3://b/out",
+            "sweep curves DATA --batch-sizes 32 --out s3://b/out",
+            "report RUN --out s3://b/out",
+            "predict RUN LOG --out s3://b/out.parquet",
+            "export RUN --out s3://b/out",
+        ),
+        "must be a local path … s3:/b/out … Name a local one",
+    ),
 }
 
 
@@ -399,7 +415,7 @@ def cell(row: int, column: str, value: Any) -> Callable[[pd.DataFrame], pd.DataF
     [
         ("predict", lambda log: log.drop(columns="user"), "log.csv has no column 'user'"),
         ("predict", cell(7, "price", "cheap"), "log.csv, line 9, column 'price': … 'cheap'"),
-        ("evaluate", cell(0, "y", 2), "log.csv, line 2, column 'y': the label is 2"),
+        ("evaluate", cell(0, "y", 2), "log.csv, line 2, column 'y': the label is '2'"),
         ("evaluate", lambda log: log[:0], "labels of 0 and of 1 … only 0, in 0 rows"),
         ("evaluate", lambda log: log.assign(y=1), "labels of 0 and of 1 … only 1, in 60 rows"),
         ("evaluate", lambda log: log.drop(columns="y"), "without label 'y' … predict"),

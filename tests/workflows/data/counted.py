@@ -14,7 +14,7 @@ ROWS = 3_000
 SPEC = DatasetSpec(
     name="toy",
     label="y",
-    categorical=("user", "rarely missing", "a $b$ c", "few"),
+    categorical=("user", "rarely_missing", "a.b-c", "few"),
     continuous=("price",),
     lists=("genres",),
     split=Split("sequential", 0.2),  # so that the test part is the log's end
@@ -31,8 +31,8 @@ def make_log() -> pd.DataFrame:
         {
             "y": (random.random(ROWS) < 0.3).astype("int64"),
             "user": [None if u == 1 else f"u{u}" for u in users],
-            "rarely missing": [None if i == 7 else str(i) for i in items],
-            "a $b$ c": (random.zipf(1.5, ROWS) % 40).astype(str),
+            "rarely_missing": [None if i == 7 else str(i) for i in items],
+            "a.b-c": (random.zipf(1.5, ROWS) % 40).astype(str),
             "few": np.where(random.random(ROWS) < 0.7, "x", "y"),
             "price": random.normal(5, 3, ROWS),
             "genres": [

@@ -635,6 +635,10 @@ def a_filter():
     return ops.Filter(f=lambda rows: rows[rows["price"] > 2])
 
 
+class Subclass(ops.Categorify):
+    """Encodes as its base does."""
+
+
 UNSUPPORTED = {
     "a filter in one branch": (
         lambda out: alone(out, "user") + (["click", "price"] >> a_filter())["click"],
@@ -647,6 +651,12 @@ UNSUPPORTED = {
     "a column called order": (  # NVTabular numbers the rows by that name within Categorify
         lambda out: (["user"] >> ops.Rename(name="order") >> ids_in(out)) + ["click"],
         "reads a column called 'order', .* rows get ids of others. Rename the column",
+    ),
+    "a column called order, by a subclass": (
+        lambda out: (
+            (["user"] >> ops.Rename(name="order") >> Subclass(out_path=f"{out}/alone")) + ["click"]
+        ),
+        "reads a column called 'order'",
     ),
     "one file of two operators": (
         lambda out: alone(out, "user") + (alone(out, "user") >> ops.Rename(name="two")) + ["click"],

@@ -75,6 +75,16 @@ def test_options(tmp_path, options, words):
     check([*preparing(tmp_path), *options.split()], words, tmp_path)
 
 
+def test_names_that_train_refuses_are_refused_before_the_log_is_read(tmp_path):
+    spec = SPEC.replace('"user"', '"user_id:token"')
+    words = "TensorFlow can save … 'user_id:token' … Rename … For CSV, columns in the specification"
+    check(preparing(tmp_path, "no log", spec), words, tmp_path)
+    new = 'columns = ["y", "user", "price", "tags"]\n'  # in place of the header's
+    spec, log = SPEC.replace("split", f"{new}split"), HEAD.replace("user", "user_id:token") + ROWS
+    done = command(preparing(tmp_path, log, spec))
+    assert done.code == 0, done.err
+
+
 # Text
 
 
@@ -94,7 +104,7 @@ def no(column: int) -> str:
 GZIPPED = gzip.compress((HEAD + ROWS).encode())
 LOGS: dict[str, tuple[str | bytes, str]] = {
     "header only": (HEAD, "log.csv has no rows"),
-    "label 2": (at(9, "2,a,1,x"), "log.csv, line 9, column 'y': the label is 2 … Correct"),
+    "label 2": (at(9, "2,a,1,x"), "log.csv, line 9, column 'y': the label is '2' … Correct"),
     "all clicks": (HEAD + "1,a,1,x\n" * 80, "the training part has 0 rows with label 0"),
     "no id": (no(1), "column 'user' has no value in the 40 training rows"),
     "no number": (no(2), "column 'price' has no value"),

@@ -197,6 +197,18 @@ def test_gpu_workers_are_configured_as_dask_cuda_takes_it():
     assert cluster_options(2, "gpu")["n_workers"] == 2
 
 
+@pytest.mark.parametrize("engine", ["arrow", "nvtabular"])
+def test_workers_are_bounded_by_the_cores(monkeypatch, log, tmp_path, engine):
+    monkeypatch.setattr(executor.os, "cpu_count", lambda: 3)
+    check_executor(12, "cpu")
+    message = "workers must be a whole number from 0 to 12. Received: 13"
+    with pytest.raises(UserError, match=message):
+        check_executor(13, "cpu")
+    with pytest.raises(UserError, match=message):
+        prepare(CRITEO, [log], tmp_path / "out", workers=13, engine=engine)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_missing_extra_is_named(monkeypatch, tmp_path, log):
     monkeypatch.setattr(executor.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs the package cudf.*merlin-cowclip\[gpu\]"):

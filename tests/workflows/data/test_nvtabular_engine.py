@@ -249,3 +249,21 @@ def test_frames_on_a_gpu_are_encoded_as_those_on_a_cpu(tmp_path, buckets):
     assert isinstance(found, OnDevice)
     assert expected["a"].tolist() == [2 + (buckets or {}).get("a", 1), 1, 4, 2]
     pd.testing.assert_frame_equal(found.to_pandas(), expected, check_frame_type=False)
+
+
+@pytest.mark.parametrize("name", ["order", "labels"])
+def test_names_that_stock_categorify_uses_itself(tmp_path, name):
+    """Frames on a GPU are encoded right, by hand, and the engine takes such fields."""
+    texts = np.random.default_rng(0).choice([*"abcdefgh"], 200)
+    path = tmp_path / f"unique.{name}.parquet"
+    pd.DataFrame({name: [*"abcdefgh"]}, index=pd.RangeIndex(3, 11)).to_parquet(path)
+    encode = EncodeIds(tmp_path)
+    encode.fit_finalize({name: str(path)})
+    found = encode.transform(ColumnSelector([name]), OnDevice({name: texts}))
+    assert found[name].tolist() == [3 + ord(text) - ord("a") for text in texts]
+
+    pd.DataFrame({"y": np.arange(200) % 2, name: texts}).to_csv(tmp_path / "log", index=False)
+    spec = DatasetSpec("toy", "y", (name,))
+    for engine in ("arrow", "nvtabular"):
+        prepare(spec, [tmp_path / "log"], tmp_path / engine, engine=engine, progress=False)
+    alike(*(PreparedData.open(tmp_path / engine) for engine in ("arrow", "nvtabular")))

@@ -453,7 +453,7 @@ def _many(bad_line: int, bad: str) -> str:
     [
         (
             _many(900, "7,u1,5,1.5,7,g1"),
-            "log.csv, line 900, column 'y': the label is 7 instead of 0 or 1",
+            "log.csv, line 900, column 'y': the label is '7' instead of '0' or '1'",
         ),
         (_many(5, "1,u1,5"), "log.csv, line 5: Expected 6 columns, got 3"),
         (

@@ -1,5 +1,8 @@
 """What can be chosen in `prepare`: chunks, thresholds, hashing, splits, inf and NaN; its report."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -410,15 +413,22 @@ def test_a_folder_of_parts_by_spark(tmp_path, log, quick, capsys):
 def test_spellings_go_into_the_saved_workflow(tmp_path, log, quick):
     """What means a missing value in the log means one in raw rows."""
     log = log.assign(y=log["y"].map({0: "no", 1: "yes"}))
+    log.loc[::7, "genres"] = "\\N"
     log.fillna("\\N").to_csv(tmp_path / "spelt.csv", index=False)
     data = quick(
         spec_of(null_values=("\\N",), label_values=("no", "yes")), [tmp_path / "spelt.csv"]
     )
-    raw = log.fillna("\\N").assign(genres=log["genres"].str.split("|"))[TRAIN:]
-    served = data.workflow().remove_inputs(["y"]).transform(raw[[*data.spec.fields]])
+    guide = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    recipe = re.search(r"`(dtype=str, [^`]*)`", guide)[1]
+    read = pd.read_csv(tmp_path / "spelt.csv", **eval(f"dict({recipe})", {"data": data}))
+    splits = {"genres": lambda frame: frame["genres"].str.split("|")}
+    raw, by_recipe = log.fillna("\\N").assign(**splits), read.assign(**splits)
     test = rows_of(data, "test")
-    for name in ("user", "price"):
-        assert served[name].tolist() == test[name].tolist()
+    for rows in (raw[TRAIN:], by_recipe[TRAIN:]):
+        served = data.workflow().remove_inputs(["y"]).transform(rows[[*data.spec.fields]])
+        for name in ("user", "price"):
+            assert served[name].tolist() == test[name].tolist()
+    assert served["genres"].map(tuple).tolist() == test["genres"].tolist()
     assert (test["user"] == 1).sum() == log["user"][TRAIN:].isna().sum() > 0
 
 

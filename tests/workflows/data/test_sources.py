@@ -133,7 +133,7 @@ def test_a_blank_line_of_one_column_is_a_missing_value(tmp_path, name):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ("7,u,1.5", "line {}, column 'y': the label is 7 instead of 0 or 1"),
+        ("7,u,1.5", "line {}, column 'y': the label is '7' instead of '0' or '1'"),
         ("x,u,1.5", "line {}, column 'y': .*'x'.*label_values"),
         ("1,u,0x1f", "line {}, column 'n': .*'0x1f'"),
         ("1,u,inf", "line {}, column 'n': the number is inf.*non_finite"),
@@ -151,7 +151,7 @@ def test_a_bad_value_is_named_by_line_and_column(tmp_path, name, size, row, word
 
 def test_lines_of_a_file_with_line_ends_in_cells(tmp_path):
     log = source(tmp_path / "log.csv", HEAD + '1,"a\n\nb",c\n' * 5 + "2,u,v\n")
-    with pytest.raises(UserError, match=r"log.csv, line 17, column 'y': the label is 2"):
+    with pytest.raises(UserError, match=r"log.csv, line 17, column 'y': the label is '2'"):
         rows_of(log)
 
 
@@ -216,9 +216,86 @@ def test_spellings_of_missing_values_and_labels(tmp_path, kind):
 
 
 def test_another_spelling_of_a_label(tmp_path):
-    log = source(tmp_path / "log.csv", "y,a,n,t\nTrue,x,1,u\nno,x,1,u\n", SPELT)
-    with pytest.raises(UserError, match="line 3, column 'y': the label is no instead of False"):
+    for label in ("no", " True"):
+        log = source(tmp_path / "log.csv", f"y,a,n,t\nTrue,x,1,u\n{label},x,1,u\n", SPELT)
+        message = f"line 3, column 'y': the label is '{label}' instead of 'False' or 'True'"
+        with pytest.raises(UserError, match=message):
+            rows_of(log)
+
+
+@pytest.mark.parametrize("label", [-1, 2, 0.5])
+def test_a_number_that_is_no_label(tmp_path, label):
+    """-1 and 1 are the labels of many other tools."""
+    spec = DatasetSpec("toy", "y", ("a",))
+    message = f"2, column 'y': the label is '{label}' instead of '0' or '1'"
+    with pytest.raises(UserError, match=f"line {message.replace('2', '3', 1)}"):
+        rows_of(source(tmp_path / "log.csv", f"y,a\n1,x\n{label},x\n", spec))
+    pq.write_table(pa.table({"y": [1, label], "a": ["x", "x"]}), tmp_path / "log.parquet")
+    with pytest.raises(UserError, match=f"row {message}"):
+        rows_of(
+            ParquetSource(dataclasses.replace(spec, format="parquet"), tmp_path / "log.parquet")
+        )
+
+
+@pytest.mark.parametrize(
+    ("cell", "separator"),
+    [
+        ("[3, 0]", "|"),
+        ("[3, 0]", ","),
+        ("['a', 'b']", "|"),
+        ('[""a"", ""b""]', ";"),
+        ("[3 0]", " "),
+        ("[a|b]", "|"),
+        ("[]", "|"),
+    ],
+)
+def test_lists_in_brackets(tmp_path, cell, separator):
+    """As pandas and NumPy write lists into a CSV file."""
+    spec = DatasetSpec("toy", "y", (), (), ("t",), list_separator=separator)
+    log = source(tmp_path / "log.csv", f'y,t\n1,[deleted]\n1,\n0,"{cell}"\n', spec)
+    with pytest.raises(UserError) as caught:
         rows_of(log)
+    message = str(caught.value)
+    text = cell.replace('""', '"')
+    assert f"log.csv, line 4, column 't': the list {text!r}" in message
+    assert f"Write only its ids, with list_separator {separator!r} between them" in message
+
+
+def test_ids_of_lists_may_have_brackets(tmp_path):
+    text = "y,t\n1,[deleted]|[a]\n0,[]|x[1]\n1,[x\n"
+    log = source(tmp_path / "log.csv", text, DatasetSpec("toy", "y", (), (), ("t",)))
+    assert rows_of(log) == [(1, ["[deleted]", "[a]"]), (0, ["[]", "x[1]"]), (1, ["[x"])]
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
+@pytest.mark.parametrize("head", ['u:token,"a\nb",y', "\ufeffu,x:float,y:label"])
+def test_columns_rename_those_of_a_header(tmp_path, name, head):
+    """As pandas.read_csv(header=0, names=…) does."""
+    spec = DatasetSpec("toy", "y", ("u", "b"), columns=("u", "b", "y"))
+    lines = [f"{i},x{i},{i % 2}" for i in range(50)]
+    text = "\n".join([head, *lines, ""])
+    log = source(tmp_path / name, text, spec)
+    read = pd.read_csv(log.path, header=0, names=spec.columns, dtype=str)
+    assert log.has_label()
+    log.check()
+    for size in (1, 100, 1 << 20):
+        found = rows_of(log, size)
+        assert found == [(int(y), u, b) for u, b, y in read.itertuples(index=False, name=None)]
+    assert len(found) == 50
+    line = 42 + 1 + head.count("\n")
+    for label in "2?":
+        lines[41] = f"41,x41,{label}"
+        log = source(tmp_path / name, "\n".join([head, *lines]), spec)
+        with pytest.raises(UserError, match=rf"line {line}, column 'y': .*[{label}]"):
+            checked_rows(log)
+    unlabelled = "\n".join(["u,b", *(row[:-2] for row in lines)])
+    log = source(tmp_path / name, unlabelled, spec, labelled=False)
+    assert not log.has_label()
+    assert checked_rows(log)[:2] == [("0", "x0"), ("1", "x1")]
+    log = source(tmp_path / name, "b,u:token,y\nx0,0,1\n", spec)
+    with pytest.raises(UserError, match="has 'b' at another place .* the order of the header"):
+        log.check()
+    source(tmp_path / name, "u,u,y\nx0,0,1\n", spec).check()  # two columns with one name
 
 
 # Parquet
@@ -263,7 +340,7 @@ def test_parquet_types(tmp_path):
     spec = DatasetSpec("toy", "y", ("a",), ("n",), ("t",), format="parquet")
     columns = {"y": [1, 0], "a": ["x", "z"], "n": [1.0, None], "t": [["u"], []]}
     for name, values, message in (
-        ("y", [1, 2], r"row 2, column 'y': the label is 2 instead of 0 or 1"),
+        ("y", [1, 2], r"row 2, column 'y': the label is '2' instead of '0' or '1'"),
         ("n", [1.0, float("inf")], r"row 2, column 'n': the number is inf"),
         ("n", ["1", "x"], r"cannot read column 'n' of .*: .*'x'"),
         ("t", ["u", "v"], r"cannot read column 't' of .*: it is string, not a list"),
@@ -290,13 +367,14 @@ def test_folders_and_globs(tmp_path):
     (home / "day_9" / "part-0.csv").touch()
     days = [home / "day_9" / "a.csv", home / "day_10" / "b.csv"]
     for inputs in (home, f"{home}/*", f"{home}/**/*", f"{home}/*/*.csv", days):
-        assert expand_paths(inputs) == days
-    assert expand_paths(home / "day_9" / "_temporary") == [home / "day_9/_temporary/a.csv"]
+        assert list(expand_paths(inputs)) == days
+    assert list(expand_paths(home / "day_9" / "_temporary")) == [home / "day_9/_temporary/a.csv"]
     for inputs, message in (
         (home / "nowhere", "no input file found"),
         ("x" * 5_000, "no input file found"),
         ([], "no input file given"),
         ([days[0], home], "day_9/a.csv is given twice"),
+        ([days[0], days[0]], "day_9/a.csv is given twice"),
         (home / "day_9" / "part-0.csv", "part-0.csv is empty"),
         ("/dev/null", "/dev/null is not a regular file"),
     ):
@@ -319,11 +397,36 @@ def test_hive_partitions(tmp_path):
     frame["day"] = ["2024-01-01", "2024-01-02"] * 2
     frame.to_parquet(tmp_path / "logs", partition_cols=["day", "site", "hour"])
     found = []
-    for path in expand_paths(tmp_path / "logs"):
-        log = ParquetSource(spec, path)
+    for path, root in expand_paths(tmp_path / "logs").items():
+        log = ParquetSource(spec, path, root=root)
         assert log.has_label()
         log.check()
         found += rows_of(log)
     expected = frame[["y", "hour", "site", "ad", "day"]].astype({"ad": str, "hour": float})
     expected = expected.astype(object).where(expected.notna(), None)
     assert sorted(found, key=str) == sorted(expected.itertuples(index=False, name=None), key=str)
+
+
+def test_hive_columns_come_from_below_the_input(tmp_path, monkeypatch):
+    """As pandas reads a folder or a file; a glob counts from its first folder without a pattern."""
+    home = tmp_path / "user=alice" / "logs"
+    pd.DataFrame({"y": [1], "day": [2], "hour": [3]}).to_parquet(
+        home, partition_cols=["day", "hour"]
+    )
+    (file,) = home.rglob("*.parquet")
+    monkeypatch.chdir(home)
+    for inputs, columns in (
+        (home, ["day", "hour"]),
+        (home / "day=2", ["hour"]),
+        (file, []),
+        (".", ["day", "hour"]),
+        (f"{home}/*/hour=*", ["day", "hour"]),
+        (f"{home}/day=2/**/*.parquet", ["hour"]),
+        (f"{tmp_path}/*/logs", ["user", "day", "hour"]),
+        ("day=*/*/*", ["day", "hour"]),
+    ):
+        ((path, root),) = expand_paths(inputs).items()
+        spec = DatasetSpec("toy", "y", ("day",), format="parquet")
+        assert ParquetSource(spec, path, root=root).names == ("y", *columns)
+        if "*" not in str(inputs):
+            assert list(pd.read_parquet(inputs).columns) == ["y", *columns]

@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -25,8 +26,13 @@ def refuse_existing(out: Path, what: str = "folder") -> None:
         what: a "folder", or "file".
 
     Raises:
-        UserError: it exists, if only as a dangling link, or the folder around it cannot be written.
+        UserError: it is a URL, it exists, if only as a dangling link, or the folder around it
+            cannot be written.
     """
+    if re.match(r"[A-Za-z][\w+.-]*:/", str(out)):  # pathlib makes s3:/a of s3://a
+        raise UserError(
+            f"output {what} must be a local path. Received: {out}. Name a local one, and copy it"
+        )
     try:
         os.lstat(out)
     except FileNotFoundError:
@@ -77,8 +83,8 @@ def all_or_nothing(out: Path, what: str = "folder") -> Iterator[Path]:
     Raises:
         UserError: as `refuse_existing`, before and after the work.
     """
-    out = out.absolute()
     refuse_existing(out, what)
+    out = out.absolute()
     folder = _home(out) / f".{out.name[:50]}.partial-{os.getpid()}-{secrets.token_hex(4)}"
     folder.mkdir()
     try:

@@ -83,7 +83,8 @@ class DatasetSpec:
         header: whether the first line of a CSV file names the columns.
         quotes: whether cells of a CSV file may be quoted (RFC 4180) and so contain separators and
             line ends; if not, a quote is text.
-        columns: all column names in order, for CSV files without a header.
+        columns: all column names in order, for CSV files without a header, or in place of those
+            in the header.
         list_separator: between two ids in a cell of a list column of a CSV file; one character.
         null_values: texts that mean a missing value, in addition to the empty one: ``['\N']``.
         label_values: the spelling of labels 0 and 1, if they are not numbers:
@@ -124,11 +125,10 @@ class DatasetSpec:
                     raise UserError(f"{key} must be {rule}. Received: {value!r}")
                 if isinstance(value, list):  # from TOML or JSON
                     object.__setattr__(self, key, tuple(value))
-        if (self.columns is None) == (self.format == "csv" and not self.header):
-            raise UserError(
-                "columns must be given for format csv with header false, and only there. Received: "
-                f"{self.columns and quoted(self.columns)}"
-            )
+        if not self.header and self.columns is None and self.format == "csv":
+            raise UserError("a CSV file with header = false needs columns. List all, in order")
+        if self.columns is not None and self.format != "csv":
+            raise UserError("columns are for format csv only. Leave them out")
         self._check_roles()
         self._check_rare_ids()
 
@@ -288,5 +288,6 @@ def check_input_names(spec: DatasetSpec) -> None:
         raise UserError(
             "a model's inputs and its label must have names that TensorFlow can save: of A-Z a-z "
             "0-9 _ . -, a letter or digit first, not a word of Python's, and different but for "
-            f"_ . - or capitals. Received: {quoted(refused)}. Rename them where the data comes from"
+            f"_ . - or capitals. Received: {quoted(refused)}. Rename them in the data. For CSV, "
+            "columns in the specification may list other names than the header"
         )

@@ -76,7 +76,7 @@ def open_raw_inputs(
     return _parquet(run, spec, open_files(inputs), inference)
 
 
-def _raw_logs(run: Run, spec: DatasetSpec, paths: list[Path], trust: bool) -> RawInputs:
+def _raw_logs(run: Run, spec: DatasetSpec, paths: dict[Path, Path], trust: bool) -> RawInputs:
     """What `prepare` takes."""
     for path in paths:
         part = path.resolve().parent
@@ -85,7 +85,7 @@ def _raw_logs(run: Run, spec: DatasetSpec, paths: list[Path], trust: bool) -> Ra
                 f"expected raw data, but {path} is a part of prepared data. Evaluate the folder "
                 f"{part.parent}, or give the raw data"
             )
-    logs = [_log(spec, path) for path in paths]
+    logs = [_log(spec, path, root) for path, root in paths.items()]
     labelled = _all_labelled(spec, {log.path: log.has_label() for log in logs})
     logs = [dataclasses.replace(log, labelled=labelled) for log in logs]
     for log in logs:
@@ -102,16 +102,16 @@ def _raw_logs(run: Run, spec: DatasetSpec, paths: list[Path], trust: bool) -> Ra
                     rows = rows.append_column(spec.label, batch.column(spec.label))
                 yield batch, as_rows(rows, spec, labelled)
 
-    return RawInputs(paths, sum(log.size for log in logs), "B", labelled, pieces)
+    return RawInputs([*paths], sum(log.size for log in logs), "B", labelled, pieces)
 
 
-def _log(spec: DatasetSpec, path: Path) -> Source:
+def _log(spec: DatasetSpec, path: Path, root: Path) -> Source:
     """A log in the run's format, or in parquet, which is known by its first bytes."""
     with path.open("rb") as file:
         is_parquet = file.read(4) == b"PAR1"
     if is_parquet:
         spec = dataclasses.replace(spec, format="parquet", header=True, columns=None)
-    return READERS[spec.format](spec, path)
+    return READERS[spec.format](spec, path, root=root)
 
 
 def _all_labelled(spec: DatasetSpec, labelled: Mapping[Path, bool]) -> bool:

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from dask.utils import natural_sort_key
 
+from merlin_cowclip.workflows.data.prepare.operators import EncodeIds
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -82,12 +83,17 @@ def load_fitted(folder: Path) -> nvt.Workflow:
                     f"in {folder}, so that one file is lost. Rename the column before one of them, "
                     "fit, write and save again"
                 )
-        if type(node.op) is ops.Categorify and "order" in node.input_schema.column_names:
+        if _is_stock(node.op) and "order" in node.input_schema.column_names:
             raise UserError(
                 f"Categorify in {folder} reads a column called 'order', a name that it uses "
                 "itself: rows get ids of others. Rename the column, fit and write again"
             )
     return workflow
+
+
+def _is_stock(op: Any) -> bool:
+    """Whether an operator encodes as NVTabular's Categorify; ours looks ids up by itself."""
+    return isinstance(op, ops.Categorify) and not isinstance(op, EncodeIds)
 
 
 def files_of(op: Any) -> dict[str, str]:
@@ -181,8 +187,7 @@ class Column:
         """Whether NVTabular hashed it, or a column that it is computed from."""
         return any(
             isinstance(node.op, ops.HashBucket | ops.HashedCross)
-            # Ours, a subclass, hashes the text only.
-            or (type(node.op) is ops.Categorify and bool(node.op.num_buckets))
+            or (_is_stock(node.op) and bool(node.op.num_buckets))  # ours hashes the text only
             for node in self.changed_by
         )
 

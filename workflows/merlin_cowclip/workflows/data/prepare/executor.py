@@ -70,7 +70,7 @@ def check_executor(workers: int, device: str) -> None:
     """Check the arguments of `make_executor`, that packages are there, and a GPU per worker."""
     if device not in ("cpu", "gpu"):
         raise UserError(f"device must be 'cpu' or 'gpu'. Received: {device!r}")
-    check_whole("workers", workers, 0)
+    check_whole("workers", workers, 0, 4 * (os.cpu_count() or 1))
     if device == "cpu":
         return
     for package in ("cudf", "dask_cudf", "dask_cuda"):

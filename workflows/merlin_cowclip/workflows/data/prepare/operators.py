@@ -68,14 +68,16 @@ class EncodeIds(Categorify):
         """Ids as int64: 1 for a missing one, 2 (or a bucket) for one not in the vocabulary.
 
         A cuDF frame must have ids as text, or lists of text. Stock Categorify encodes it on the
-        GPU, except lists, hashed ids and columns of nulls, which are encoded as on a CPU.
+        GPU. Lists, hashed ids, columns of nulls, and ``order`` and ``labels``, names that it uses
+        itself, are encoded as on a CPU.
         """
         names = list(col_selector.names)
         if not hasattr(df, "to_pandas"):
             return self._transform(df[names])
         out = df[names].reset_index(drop=True)
         for name in names:
-            if name in self.lists or self.buckets(name) > 1 or out[name].isna().all():
+            on_cpu = name in (*self.lists, "order", "labels") or self.buckets(name) > 1
+            if on_cpu or out[name].isna().all():
                 out[name] = type(df).from_pandas(self._transform(out[[name]].to_pandas()))[name]
             else:
                 out[name] = super().transform(type(col_selector)([name]), out)[name]

@@ -41,7 +41,7 @@ from merlin_cowclip.workflows.data.sources.base import TIME, Source, unchanged
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_twice
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
-from merlin_cowclip.workflows.data.spec import DatasetSpec
+from merlin_cowclip.workflows.data.spec import DatasetSpec, check_input_names
 from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
@@ -81,7 +81,7 @@ def prepare(
         seed: of split and shuffle.
         progress: show progress bars on stderr.
         part_rows: maximum number of rows in an output file.
-        workers: processes of a Dask cluster; 0 for threads, or on GPUs one per GPU. The tasks of a
+        workers: Dask processes, at most 4 per core; 0 for threads, or one per GPU. Tasks of a
             worker that dies run again. The calling script needs ``if __name__ == "__main__":``.
         device: where NVTabular runs: "cpu", or "gpu" for dask-cuda's workers.
         engine: what fits and encodes columns: "arrow", or "nvtabular", which ``device="gpu"``
@@ -94,6 +94,7 @@ def prepare(
     check_whole("seed", seed, 0)
     check_whole("part_rows", part_rows, 1)
     refuse_existing(out)
+    check_input_names(spec)
     engine = engine or ("nvtabular" if device == "gpu" else "arrow")
     if engine not in ("arrow", "nvtabular"):
         raise UserError(f"engine must be 'arrow' or 'nvtabular'. Received: {engine!r}")
@@ -106,7 +107,8 @@ def prepare(
     files = {"train": inputs} | {part: of for part, of in files.items() if isinstance(of, tuple)}
     reader = READERS[spec.format]
     by_part = {
-        part: [reader(spec, path) for path in expand_paths(of)] for part, of in files.items()
+        part: [reader(spec, path, root=root) for path, root in expand_paths(of).items()]
+        for part, of in files.items()
     }
     sources = [source for of in by_part.values() for source in of]
     refuse_twice([source.path for source in sources])

@@ -45,6 +45,7 @@ class Source(abc.ABC):
     spec: DatasetSpec
     path: Path
     labelled: bool = True  # whether to read the label
+    root: Path | None = None  # folders below it may give columns of parquet
 
     @property
     def size(self) -> int:
@@ -121,7 +122,7 @@ class Source(abc.ABC):
                 elif name in spec.continuous:
                     columns[name] = self._numbers(column, name, place, replaced)
                 elif name in spec.ids:
-                    columns[name] = self._ids(column, is_list=name in spec.lists)
+                    columns[name] = self._ids(column, name, place)
                 if name == spec.split.column:
                     columns[TIME] = self._times(column, name, place)
             except (pa.ArrowException, ValueError) as error:
@@ -140,10 +141,11 @@ class Source(abc.ABC):
         good = pc.is_in(labels, pa.array([0, 1], labels.type))
         if pc.all(good).as_py() is False:  # None: there is no row
             row = pc.index(good, False).as_py()
-            found = column.slice(row, 1).cast(pa.string())[0].as_py() or "missing"
+            found = column.slice(row, 1).cast(pa.string())[0].as_py()
             raise UserError(
-                f"{self.path}, {place(row)}, column {self.spec.label!r}: the label is {found} "
-                f"instead of {' or '.join(values or '01')}. Correct the row or remove it, or set "
+                f"{self.path}, {place(row)}, column {self.spec.label!r}: the label is "
+                f"{repr(found) if found else 'missing'} instead of "
+                f"{' or '.join(map(repr, values or '01'))}. Correct the row or remove it, or set "
                 "label_values in the specification"
             )
         return labels.cast(pa.int8())
@@ -167,11 +169,21 @@ class Source(abc.ABC):
         replaced[name] += pc.sum(pc.invert(finite)).as_py()
         return pc.if_else(finite, numbers, None)
 
-    def _ids(self, column: pa.Array, is_list: bool) -> pa.Array:
+    def _ids(self, column: pa.Array, name: str, place: Callable[[int], str]) -> pa.Array:
         if column.type == ID_TYPE:  # of a CSV file, with its nulls
             return column
+        is_list, separator = name in self.spec.lists, self.spec.list_separator
         if is_list and self.spec.format == "csv":
-            column = pc.split_pattern(column, self.spec.list_separator)
+            # As pandas writes lists. An id such as "[deleted]" is text.
+            list_text = rf"^\[([^\[\]]*[,\x{ord(separator):02x}][^\[\]]*)?\]$"
+            row = pc.index(pc.match_substring_regex(column, list_text), True).as_py()
+            if row >= 0:
+                raise UserError(
+                    f"{self.path}, {place(row)}, column {name!r}: the list "
+                    f"{clipped(repr(column[row].as_py()))} is in brackets. Write only its ids, "
+                    f"with list_separator {separator!r} between them"
+                )
+            column = pc.split_pattern(column, separator)
         texts = ids_as_text(column, is_list, self.spec.null_values)
         return texts if is_list else texts.dictionary_encode()
 

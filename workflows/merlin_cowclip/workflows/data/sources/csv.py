@@ -21,7 +21,7 @@ import pyarrow.csv
 
 from merlin_cowclip.workflows.data.sources.base import ID_TYPE, Chunk, Source, is_text
 from merlin_cowclip.workflows.data.spec import SPECS
-from merlin_cowclip.workflows.errors import UserError, clipped
+from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 
 BLOCK_BYTES = 16 << 20  # of text in a batch: bounds the memory of reading
 GZIP_BLOCK_BYTES = 4 << 20  # Arrow inflates up to 32 blocks ahead
@@ -33,7 +33,7 @@ SEPARATORS = {"\t": "tab", ",": "comma", ";": "semicolon", "|": "pipe", " ": "sp
 
 
 class CsvSource(Source):
-    """A CSV file whose columns its header, or else its spec, names."""
+    """A CSV file with columns named by its spec, or else by its header."""
 
     @functools.cached_property
     def gzipped(self) -> bool:
@@ -43,14 +43,14 @@ class CsvSource(Source):
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """The column names; a file without labels and header lacks the label's column."""
+        """The column names; the spec's names leave the label out where the file has none."""
         columns = self.spec.columns
         if columns is None:
             return tuple(self._first_row())
         return tuple(c for c in columns if self.labelled or c != self.spec.label)
 
     def has_label(self) -> bool:
-        """Whether its header has it or, without one, its first row is not just one cell short."""
+        """Whether its header has it; with the spec's names: unless one cell is too few."""
         if self.spec.columns is None:
             return super().has_label()
         return len(self._first_row()) != len(self.spec.columns) - 1
@@ -73,6 +73,12 @@ class CsvSource(Source):
                 f"{self.path} is not in {name[:1].upper()}{name[1:]} format (expected {expected} "
                 f"{SEPARATORS.get(separator, repr(separator))}-separated columns, found "
                 f"{len(cells)}). {remedy}"
+            )
+        pairs = zip(cells, self.names, strict=True) if self.spec.header else ()
+        if moved := [name for cell, name in pairs if cell != name and name in cells]:
+            raise UserError(
+                f"{self.path} has {quoted(moved)} at another place than columns in the "
+                "specification. List them in the order of the header"
             )
         super().check()
 
@@ -114,6 +120,7 @@ class CsvSource(Source):
 
     def _reader(self, chunk: Chunk, stream: pa.NativeFile) -> pyarrow.csv.CSVStreamingReader:
         spec, kept = self.spec, self.names if self.quoted else self.wanted
+        has_header = self._has_header(chunk)
         types = dict.fromkeys(kept, pa.binary()) | dict.fromkeys(self.wanted, pa.string())
         types |= dict.fromkeys(spec.categorical, ID_TYPE)
         types |= dict.fromkeys({*spec.continuous} - {spec.split.column}, pa.float64())
@@ -123,7 +130,8 @@ class CsvSource(Source):
             pa.CompressedInputStream(stream, "gzip") if self.gzipped else stream,
             pa.csv.ReadOptions(
                 block_size=GZIP_BLOCK_BYTES if self.gzipped else BLOCK_BYTES,
-                column_names=None if self._has_header(chunk) else self.names,
+                column_names=None if has_header and spec.columns is None else self.names,
+                skip_rows_after_names=int(has_header and spec.columns is not None),
                 use_threads=False,  # with threads it does not tell the row of a fault
             ),
             pa.csv.ParseOptions(
@@ -176,7 +184,7 @@ class CsvSource(Source):
         return f"row {row + 1}"
 
     def _has_header(self, chunk: Chunk) -> bool:
-        return self.spec.columns is None and chunk.start == 0
+        return self.spec.header and chunk.start == 0
 
     def _check_quotes(self) -> None:
         """Check that every quoted cell is closed: one that is not swallows the rows behind it.

@@ -64,7 +64,8 @@ class ParquetSource(Source):
     @property
     def _partition(self) -> dict[str, str | None]:
         """The columns that names of folders give, as text."""
-        pairs = [part.split("=", 1) for part in self.path.parent.parts if "=" in part]
+        folders = self.path.relative_to(self.root or self.path.parent).parts[:-1]
+        pairs = [part.split("=", 1) for part in folders if "=" in part]
         texts = {urllib.parse.unquote(key): urllib.parse.unquote(text) for key, text in pairs}
         return {key: None if text == HIVE_NULL else text for key, text in texts.items()}
 
