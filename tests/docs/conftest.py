@@ -108,5 +108,6 @@ def _existing_pipeline(home: Path) -> None:
     workflow = nvt.Workflow(fitted + (["price"] >> ops.Normalize()) + label)
     workflow.fit(log)
     workflow.save(str(home / "workflow"))
-    for folder in ("parquet/train", "parquet/test", "train", "valid"):
+    parts = ("train", "valid", "test")
+    for folder in (*parts, *(f"parquet/{part}" for part in parts)):
         workflow.transform(log).to_parquet(str(home / folder))
