@@ -9,6 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.extended
 NOTEBOOK = "01-prepare"
+PARTS = ("train", "valid", "test")
 IDS = [f"C{i}" for i in range(1, 27)]
 
 
@@ -20,12 +21,12 @@ def raw(executed):
 
 @pytest.fixture(scope="module")
 def parts(executed):
-    return {part: pd.read_parquet(executed.folder / "data" / part) for part in ("train", "test")}
+    return {part: pd.read_parquet(executed.folder / "data" / part) for part in PARTS}
 
 
 def test_every_row_is_in_one_part(raw, parts, executed):
     assert sorted(pd.concat(parts.values()).label) == sorted(raw.label.astype(int))
-    assert f"{{'train': {len(parts['train'])}, 'test': {len(parts['test'])}}}" in executed.shown()
+    assert str({part: len(rows) for part, rows in parts.items()}) in executed.shown()
     printed = executed.streams("stdout")
     rows = len(parts["train"])
     assert f"{-(-rows // 1024)} batches an epoch; 39 inputs; labels (1024, 1)" in printed
@@ -36,10 +37,11 @@ def test_every_row_is_in_one_part(raw, parts, executed):
 def test_counts_are_those_of_the_log(raw, parts, executed):
     field = "C3"
     counts = pd.read_parquet(executed.folder / "data" / "counts" / f"{field}.parquet")
-    in_train, in_test = (parts[part][field].value_counts() for part in ("train", "test"))
+    in_train = parts["train"][field].value_counts()
+    held_out = pd.concat([parts["valid"], parts["test"]])[field].value_counts()
     assert counts.set_index("id")["count"].loc[in_train.index].tolist() == in_train.tolist()
     known = counts[counts.raw.notna()].set_index("raw")
-    both = known["count"] + known.id.map(in_test).fillna(0).astype(int)
+    both = known["count"] + known.id.map(held_out).fillna(0).astype(int)
     assert both.to_dict() == raw[field].value_counts().loc[known.index].to_dict()
     assert known["count"].min() >= 2  # the description's threshold
 

@@ -120,7 +120,7 @@ def test_the_printed_numbers(here):
     )
     number = r"\d\.\d{4}"
     assert re.search(
-        rf"\[2/2\] loss {number} \| test AUC {number} \| log loss {number} \| predicted/actual CTR "
+        rf"\[2/2\] loss {number} \| valid AUC {number}, log loss {number} \| predicted/actual CTR "
         rf"\d\.\d\d \| \d+ s, [\d.]+k samples/s( \| best)?\n",
         out,
     )

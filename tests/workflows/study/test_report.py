@@ -19,7 +19,7 @@ from merlin_cowclip.workflows.study.studies import STUDIES, Setting
 
 SIZES = (1024, 8192)
 SETTING = Setting(SIZES, config={"epochs": 2}, seeds=(1, 2, 3))
-FULL = {"train": 41_256_555, "test": 4_584_062}
+FULL = {"train": 41_256_555, "valid": 0, "test": 4_584_062}
 
 
 def swept(
@@ -49,7 +49,7 @@ def swept(
                     "log_loss": loss,
                     "train_seconds": seconds,
                     "jobs": jobs,
-                    "epochs": [{"epoch": e, "auc": auc - 0.01 * (2 - e)} for e in (1, 2)],
+                    "epochs": [{"epoch": e, "valid_auc": auc - 0.01 * (2 - e)} for e in (1, 2)],
                     "clip": f"The clip shortened no gradient of {run}.",
                     "config": {
                         "data": "/data",
@@ -65,7 +65,8 @@ def swept(
                 }
                 (folder / "result.json").write_text(json.dumps(result))
                 lines = [
-                    "epoch,auc,log_loss,train_loss,gradient_norm_frequent,gradient_norm_rare",
+                    "epoch,valid_auc,valid_log_loss,train_loss,gradient_norm_frequent,"
+                    "gradient_norm_rare",
                     f"1,{auc - 0.01},{loss + 0.01},0.5,0.5,",
                     f"2,{auc},{loss},0.4,0.4,0.1",
                 ]
@@ -177,7 +178,7 @@ def test_numbers_of_the_paper_are_for_its_data_and_batch_sizes(tmp_path):
     setting = dataclasses.replace(SETTING, batch_sizes=(1024, 1536, 2048), seeds=(1,))
     text = read(swept(tmp_path / "sizes", ["networks"], setting))
     assert re.search(r"\| deepfm \|.* \| 80.76 \| 80.86 \| 80.93 \|", text)
-    few = {"train": 900_000, "test": 100_000}
+    few = {"train": 900_000, "valid": 0, "test": 100_000}
     text = read(swept(tmp_path / "few", ["networks"], setting, rows=few))
     assert "80.76" not in text
     assert "The paper's numbers are for the full data set" in text
@@ -213,7 +214,7 @@ def test_the_verdict(out, page):
 @pytest.mark.parametrize(
     ("study", "options", "why"),
     [
-        ("curves", {"rows": {"train": 90_000, "test": 10_000}}, "only 11 steps"),
+        ("curves", {"rows": {"train": 90_000, "valid": 0, "test": 10_000}}, "only 11 steps"),
         ("curves", {"setting": dataclasses.replace(SETTING, seeds=(1,))}, "each cell has 1 seed,"),
         ("time", {"jobs": 2}, "up to 2 runs were trained at a time"),
     ],

@@ -199,7 +199,7 @@ def test_a_batch_larger_than_the_training_part_is_refused(data):
         ({"ranks": 0}, "ranks must be a whole number of at least 1. Received: 0"),
         ({"ranks": 2, "rank": 2}, "rank must be a whole number from 0 to 1. Received: 2"),
         ({"ranks": 7}, "multiple of the number of ranks, .* 300, 7 ranks. Choose another"),
-        ({"part": "valid"}, "part must be one of train, test. Received: part='valid'"),
+        ({"part": "dev"}, "part must be one of train, valid, test. Received: part='dev'"),
     ],
 )
 def test_what_cannot_be_is_refused(data, options, message):
