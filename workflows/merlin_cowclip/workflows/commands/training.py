@@ -130,7 +130,7 @@ def _begin(values: Mapping[str, Any]) -> Run:
         print(f"{config.model}, {rule}, {config.update} updates; {source}")
         print(scaling_table(config.base, config.hyperparameters), flush=True)
         width, floor = config.embedding_dim, config.clip_floor
-        if width not in (None, 10) and floor and config.clip in ADAPTIVE_CLIPS:
+        if width and width != 10 and floor and config.clip in ADAPTIVE_CLIPS:
             wide = f"{floor * (width / 10) ** 0.5:.6g} at embedding width {width}"
             print(f"clip_floor: {floor:.6g} at embedding width 10 equals {wide}", flush=True)
         for name in ("dense_schedule", "embedding_schedule"):
