@@ -2,6 +2,8 @@
 
 import ast
 import importlib.metadata
+import py_compile
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +30,35 @@ def test_names_load_on_first_use(package):
         package.nothing  # noqa: B018
     program = f"import sys, {package.__name__}; sys.exit('tensorflow' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("package", [plugins, workflows])
+def test_type_checkers_know_the_names(package):
+    """`mypy --strict` takes a name as exported only where it is imported `as` itself."""
+    stub = ast.parse(Path(package.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [one for one in stub.body if isinstance(one, ast.ImportFrom)]
+    found = {a.asname: f"{package.__name__}.{one.module}" for one in imports for a in one.names}
+    assert [a.name for one in imports for a in one.names] == [*found]
+    assert found == package._HOME
+
+
+def test_names_load_from_an_archive(tmp_path):
+    """Of .pyc files: there is no source to read."""
+    name = Path("merlin_cowclip", "plugins")
+    (tmp_path / "tree" / name).mkdir(parents=True)
+    for module in ("__init__", "_lazy", "_checks", "_text", "scaling"):
+        compiled = tmp_path / "tree" / name / f"{module}.pyc"
+        py_compile.compile(str(ROOT / "plugins" / name / f"{module}.py"), str(compiled))
+    archive = shutil.make_archive(str(tmp_path / "archive"), "zip", tmp_path / "tree")
+    program = "from merlin_cowclip import plugins as p; print(p.__file__, p.Hyperparameters().l2)"
+    for path in (archive, str(tmp_path / "tree")):
+        done = subprocess.run(
+            [sys.executable, "-Sc", program],
+            env={"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.startswith(path), done.stderr
 
 
 @pytest.mark.parametrize("package", [plugins, models, workflows])

@@ -595,6 +595,9 @@ def test_unbound_and_bad_arguments():
         type("CowClipOptimizer", (CowClipOptimizer,), {"__module__": "horovod._keras"})
     with pytest.raises(ValueError, match="steps_per_epoch must be a positive whole number"):
         CowClipOptimizer(COLD, steps_per_epoch=0)
+    for name in ("add", "update"):
+        with pytest.raises(NotImplementedError, match="takes no further optimizers"):
+            getattr(CowClipOptimizer(COLD), name)(mm.OptimizerBlocks("adam", []))
     with pytest.raises(ValueError, match="update must be one of exact, lazy, deferred"):
         CowClipOptimizer(COLD, update="Exact")
     with pytest.raises(ValueError, match="must be built before"):

@@ -432,6 +432,21 @@ def test_a_frozen_layer_is_saved_and_stays_frozen(tmp_path, when):
 
 
 @pytest.mark.usefixtures("quick")
+def test_settings_that_merlin_leaves_out_are_saved(tmp_path):
+    """Without `output_x0`, each `Cross` layer is the first; without logQ, another loss."""
+    model = built(lambda schema: mm.DCNModel(schema, 3, deep_block=mm.MLPBlock([4])), SCHEMA)
+    model.compile(CowClipOptimizer.for_model(model, HOT), metrics=[])
+    for variable in model.trainable_variables:
+        variable.assign(tf.random.stateless_normal(variable.shape, (1, 2)))
+    save_model(model, tmp_path / "model")
+    features, _ = batch(SCHEMA)
+    loaded = load_model(tmp_path / "model", metrics=[])
+    np.testing.assert_allclose(loaded(features), model(features), rtol=1e-5)
+    output = mm.ContrastiveOutput(category("a", 50), "in-batch", logq_sampling_correction=True)
+    assert output.get_config()["logq_sampling_correction"] is True
+
+
+@pytest.mark.usefixtures("quick")
 def test_fields_of_a_fused_table_are_clipped_by_tag_or_name_as_before(tmp_path):
     columns = [category("a", 50), category("b", 70), category("c", 9)]
     columns[0] = columns[0].with_tags([*columns[0].tags, Tags.USER])

@@ -54,6 +54,7 @@ def test_presets_are_the_printed_numbers():
     assert preset("avazu", 128 * K).l2 == 96e-5
     assert preset("criteo", 8 * K, "n2_lambda").l2 == 128e-5
     assert len(PRESETS) == 3 * 4 + 2 * 8
+    assert preset("criteo", 1 * K) == Hyperparameters()
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,21 @@
-"""Names of a package that load on first use: TensorFlow takes seconds to import."""
+"""Names of a package that load on first use (PEP 562): TensorFlow takes seconds to import."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.metadata
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
 def on_first_use(
-    package: str, file: str
+    package: str, names: Mapping[str, str]
 ) -> tuple[dict[str, str], Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's names with their modules, and its ``__getattr__`` and ``__dir__`` (PEP 562).
+    """Return each name's module, and the `__getattr__` and `__dir__` of a package.
 
-    The names are those that `file`, its source, imports for type checkers: ``if TYPE_CHECKING``.
+    `names` has each module of `package`, with its public names. Type checkers read `__init__.pyi`.
     """
-    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    (block,) = (statement for statement in tree.body if isinstance(statement, ast.If))
-    imports = (statement for statement in block.body if isinstance(statement, ast.ImportFrom))
-    homes = {one.name: str(found.module) for found in imports for one in found.names}
+    homes = {name: f"{package}.{module}" for module in names for name in names[module].split()}
 
     def load(name: str) -> Any:
         if name == "__version__":

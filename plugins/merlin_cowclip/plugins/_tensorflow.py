@@ -9,6 +9,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 # Read when TensorFlow loads: oneDNN, CUDA and TensorRT notes are information, not errors.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -43,7 +44,18 @@ with warnings.catch_warnings(), quiet_stack():
     # Merlin warns where torch and tritonclient are not installed; neither is needed here.
     warnings.simplefilter("ignore")
     import merlin.models.tf as mm
+    from merlin.models.tf.blocks.cross import Cross
     from merlin.models.tf.distributed.backend import hvd_installed as has_horovod
     from merlin.schema import ColumnSchema, Schema, Tags
+
+
+def _complete_config(layer: Any, setting: str) -> None:
+    """Save a setting that a class of Merlin leaves out: a load would have its default."""
+    config = layer.get_config
+    layer.get_config = lambda self: {**config(self), setting: getattr(self, setting)}
+
+
+_complete_config(Cross, "output_x0")  # of all layers of a `CrossBlock` but the last
+_complete_config(mm.ContrastiveOutput, "logq_sampling_correction")
 
 FuncGraph = tf.__internal__.FuncGraph

@@ -40,6 +40,7 @@ class Hyperparameters:
       clip: name of the clip rule of the embedding tables, `None` for no clip.
       clip_ratio: r of Algorithm 1, the bound on a gradient row relative to its embedding row.
       clip_floor: ζ of Algorithm 1, the least bound per occurrence, in units of the gradient's norm.
+        The default and the presets are for width 10. The published code has ζ·√(d/10) at width d.
       clip_threshold: constant c of the rules "global", "field" and "column", which need it.
       init_stddev: standard deviation σ of the normal initialisation of the embedding tables.
       warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.

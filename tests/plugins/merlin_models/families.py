@@ -69,7 +69,6 @@ class Family:
       sampled: the ids that it does so for.
       traces: whether the save holds those of all layers, as a user's does: so for one family of
         each kind of lookup. They take two thirds of a save, and Keras loads the same without.
-      stock_bug: why Merlin itself, with Keras's Adam, loads another model than it saved.
     """
 
     name: str
@@ -80,7 +79,6 @@ class Family:
     contrastive: bool = False
     sampled: tuple[int, ...] = ()
     traces: bool = False
-    stock_bug: str = ""
 
     def batch(self, seed: int = 0) -> tuple[dict[str, Any], Any]:
         """Features as Merlin's loader yields them, and targets; few ids, so that they repeat."""
@@ -192,12 +190,7 @@ def next_item(tied: bool) -> Callable[[Any], Any]:
 FAMILIES = (
     Family("`DLRMModel`", stock_dlrm, CTR, traces=True),
     Family("`DCNModel`, `depth=1`", lambda s: mm.DCNModel(s, depth=1, deep_block=mlp(16)), CTR),
-    Family(
-        "`DCNModel`, deeper",
-        stock_dcn,
-        CTR,
-        stock_bug="its `Cross` layers are saved without `output_x0`",
-    ),
+    Family("`DCNModel`, deeper", stock_dcn, CTR),
     Family("`DeepFMModel`", stock_deepfm, CTR, "one per field; the wide weights are dense"),
     Family(
         "`WideAndDeepModel`", stock_wide_and_deep, CTR, "one per field; the wide weights are dense"
@@ -224,7 +217,6 @@ FAMILIES = (
         next_item=71,
         contrastive=True,
         sampled=tuple(range(70)),
-        stock_bug="its `ContrastiveOutput` is saved without `logq_sampling_correction`",
     ),
     Family(
         "`YoutubeDNNRetrievalModelV2`, no logQ correction",

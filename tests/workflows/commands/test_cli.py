@@ -29,6 +29,7 @@ separator = "\\t"
 columns = {json.dumps(CRITEO.columns)}
 """
 TRAIN = ["--batch-size", "512", "--base-batch-size", "128", "--epochs", "2", "--mlp", "16"]
+TRAIN += ["--embedding-dim", "40"]  # √(40/10) = 2 times the paper's
 
 
 class Done(NamedTuple):
@@ -108,6 +109,7 @@ def test_the_printed_numbers(here):
     )
     out = done["train"].stdout
     table, progress = out.index("embedding_lr"), out.index("[1/2] loss")
+    assert "clip_floor: 3.162e-05 at embedding width 10 equals 6.324e-05 at embedding" in out
     assert table < progress
     lines = {line.split()[0]: line.split()[1:] for line in out[:progress].splitlines()}
     assert (

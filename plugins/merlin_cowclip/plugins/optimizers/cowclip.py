@@ -150,6 +150,15 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         # Not a constant, by whose reciprocal a graph would multiply: so `_factor` begins as 1.
         self._first_rate = tf.Variable(hp.dense_lr, trainable=False, dtype=tf.float32)
 
+    def add(self, optimizer_blocks: mm.OptimizerBlocks) -> None:
+        """Raise an error, as `update` does: the three parts are fixed."""
+        raise NotImplementedError(
+            "CowClipOptimizer takes no further optimizers. Set options on its three parts, "
+            "optimizer.optimizers, or choose the clipped tables with for_model(…, clip_tables=…)."
+        )
+
+    update = add
+
     @classmethod
     def for_model(
         cls,

@@ -131,6 +131,10 @@ def _begin(values: Mapping[str, Any]) -> Run:
         rule = "values not scaled" if config.rule == "none" else f"rule {config.rule}"
         print(f"{config.model}, {rule}, {config.update} updates; {source}")
         print(scaling_table(config.base, config.hyperparameters), flush=True)
+        width, floor = config.embedding_dim, config.clip_floor
+        if width and width != 10 and floor and config.clip in ADAPTIVE_CLIPS:
+            wide = f"{floor * (width / 10) ** 0.5:.6g} at embedding width {width}"
+            print(f"clip_floor: {floor:.6g} at embedding width 10 equals {wide}", flush=True)
         for name in ("dense_schedule", "embedding_schedule"):
             if schedule := getattr(config, name):
                 print(f"{name}: {option_text(schedule)}", flush=True)
