@@ -21,7 +21,7 @@ with quiet_imports():
 
 ROWS = 6_000
 FIELDS = {"categorical": ("user", "item"), "continuous": ("price",), "lists": ("genres",)}
-SEQUENTIAL = Split("sequential", 0.25)
+SEQUENTIAL = Split("sequential", 0.25, valid=0)
 TRAIN = ROWS * 3 // 4
 
 
@@ -225,12 +225,12 @@ def test_split_by_time(log, path, quick, column, share):
     """Shuffled on disk, so that the log's order cannot help."""
     shuffled = log.sample(frac=1, random_state=1)
     shuffled.to_csv(path, index=False)
-    data = quick(spec_of(split=Split("time", share, column)))
+    data = quick(spec_of(split=Split("time", share, column, valid=0)))
     cut = shuffled[column].sort_values().unique()
     later = [(shuffled[column] >= time).sum() for time in cut[1:]]
     best = cut[1:][np.argmin(np.abs(np.array(later) - share * ROWS))]
     in_test = shuffled[column] >= best
-    assert data.rows == {"train": (~in_test).sum(), "test": in_test.sum()}
+    assert data.rows == {"train": (~in_test).sum(), "valid": 0, "test": in_test.sum()}
     assert abs(data.rows["test"] / ROWS - share) < 0.03
     assert rows_of(data, "test")["y"].tolist() == shuffled["y"][in_test].tolist()
     assert column not in rows_of(data).columns
@@ -243,9 +243,9 @@ def test_split_by_time(log, path, quick, column, share):
     [
         (
             lambda log: log.assign(hour=log["hour"].where(log.index != 7)),
-            "1 of 6,000 rows have no time",
+            "log.csv, line 9, column 'hour': the time None is not a number, a timestamp or ISO 8601",
         ),
-        (lambda log: log.assign(hour=5), "all 6,000 rows have the time '5'"),
+        (lambda log: log.assign(hour=5), "all 6,000 rows to divide have the same time, column 'hour'"),
         (lambda log: log.drop(columns="hour"), "no column 'hour'"),
     ],
 )
@@ -318,14 +318,16 @@ def test_report(log, quick):
     data = quick()
     train, test = log.iloc[:TRAIN], log.iloc[TRAIN:]
     report = data.report
-    assert report["rows"] == {"train": len(train), "test": len(test)}
-    assert report["positives"] == {"train": train["y"].sum(), "test": test["y"].sum()}
+    assert report["rows"] == {"train": len(train), "valid": 0, "test": len(test)}
+    positives = {"train": train["y"].sum(), "valid": 0, "test": test["y"].sum()}
+    assert report["positives"] == positives
     unseen = test["user"].dropna()[~test["user"].dropna().isin(train["user"])]
     assert report["fields"]["user"] == {
         "occurrences": TRAIN,
         "distinct": train["user"].nunique(),
         "missing": train["user"].isna().sum(),
         "below_threshold": 0,
+        **{"valid_occurrences": 0, "valid_missing": 0, "valid_unknown": 0},
         "test_occurrences": len(test),
         "test_missing": test["user"].isna().sum(),
         "test_unknown": len(unseen),

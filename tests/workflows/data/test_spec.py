@@ -95,7 +95,7 @@ def test_toml(tmp_path):
         ('separator = ";"', "header = false", r"columns must be given.* Received: None"),
         ('separator = ";"', 'columns = ["a"]', r"columns must be given.*there. Received: 'a'"),
         ('kind = "sequential"', 'kind = "by day"', r"split.kind must be one of"),
-        ("test = 0.25", "test = 1", r"split.test must lie between 0 and 1. Received: 1"),
+        ("test = 0.25", "test = 1", r"split.test must be a share from 0 to below 1, or .* 1"),
         ("test = 0.25", "test = 0.25\nseed = 1", r"unexpected keyword argument 'seed'"),
         ("[split]", 'null_values = "x"\n[split]', r"null_values must be a list of texts"),
         ("[split]", 'label_values = ["1"]\n[split]', r"label_values must be two different texts"),
