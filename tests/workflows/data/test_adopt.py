@@ -301,6 +301,23 @@ def bare(log, tmp_path_factory) -> Path:
     return bare
 
 
+def test_a_validation_part(data, home, tmp_path, capsys):
+    options = ["--workflow", home / "workflow", "--label", "click", "--out", tmp_path / "data"]
+    assert command("adopt", home / "train", "--valid", home / "test", *options) == 0
+    valid = PreparedData.open(tmp_path / "data")
+    assert (valid.valid_files, valid.test_files) == (data.test_files, [])
+    assert valid.rows == {"train": TRAIN, "valid": ROWS - TRAIN, "test": 0}
+    clicks = dict(data.report["positives"])
+    assert valid.report["positives"] == {**clicks, "valid": clicks["test"], "test": 0}
+    for field in data.spec.ids:
+        pd.testing.assert_frame_equal(valid.counts(field), data.counts(field))
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("4,800 training, 1,200 validation, 0 test rows, ")
+    file = data.test_files[0]
+    with pytest.raises(UserError, match=r"given twice \(first as "):
+        quick(home, tmp_path / "twice", valid=home / "test", test=file)
+
+
 @pytest.mark.extended
 def test_without_a_test_part_and_without_numbers(bare, tmp_path, capsys):
     data = quick(bare, tmp_path / "data")

@@ -107,7 +107,7 @@ SPECS = {
     "no quotes": (SPEC + "quotes = false", at(9, '1,"a,b",1,x'), "line 9 … (quotes, "),
     "a header": (NO_HEADER, HEAD + ROWS, "line 1, column 'y': … 'y'"),
     "one time": (BY_TIME, TIMES.format(7), "all 18 rows to divide have the same time, column 'user'"),
-    "mixed": (BY_TIME, TIMES.format("noon"), "column 'user' has times … 'noon'"),
+    "mixed": (BY_TIME, TIMES.format("noon"), "line 3, column 'user': the time 'noon' is not a number"),
 }
 
 
