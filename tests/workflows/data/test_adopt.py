@@ -329,10 +329,10 @@ def test_without_a_test_part_and_without_numbers(bare, tmp_path, capsys):
     assert last.startswith(f"no test part, training loss {result['epochs'][0]['train_loss']:.6f}, ")
     assert (result["auc"], result["log_loss"]) == (None, None)
     metrics = pd.read_csv(tmp_path / "run" / "metrics.csv")
-    assert metrics[["auc", "log_loss"]].isna().all(axis=None)
+    assert metrics[["valid_auc", "valid_log_loss"]].isna().all(axis=None)
     assert metrics["train_loss"][0] < np.log(2) + 0.1
     assert command("evaluate", tmp_path / "run") == 2
-    assert "has no test rows" in capsys.readouterr().err
+    assert "has no test part. Name data that has one" in capsys.readouterr().err
 
 
 def test_vocabularies_in_parts_and_combined(bare, log, tmp_path):

@@ -62,7 +62,7 @@ def check(argv: list[Any], words: str, folder: Path) -> None:
     ("options", "words"),
     [
         ("--split time --time-column hour", "log.csv has no column 'hour'"),
-        ("--split time --time-column user", "log.csv, line 2, column 'user': the time 'a' is not a number"),
+        ("--split time --time-column user", "log.csv, line 2, column 'user': the time 'a' is not"),
         ("--test nan", "split.test must be a share from 0 to below 1, or files … nan"),
         ("--test 1e-9", "the test part has 0 rows with label 0 and 0 with label 1"),
         ("--freq-threshold user=", "--freq-threshold … 'user=' … C3=10"),
@@ -106,8 +106,8 @@ SPECS = {
     "no text": (SPEC.encode("utf-16"), HEAD, "toy.toml as TOML: "),
     "no quotes": (SPEC + "quotes = false", at(9, '1,"a,b",1,x'), "line 9 … (quotes, "),
     "a header": (NO_HEADER, HEAD + ROWS, "line 1, column 'y': … 'y'"),
-    "one time": (BY_TIME, TIMES.format(7), "all 18 rows to divide have the same time, column 'user'"),
-    "mixed": (BY_TIME, TIMES.format("noon"), "line 3, column 'user': the time 'noon' is not a number"),
+    "one time": (BY_TIME, TIMES.format(7), "all 18 rows … have the same time, column 'user'"),
+    "mixed": (BY_TIME, TIMES.format("noon"), "line 3, column 'user': the time 'noon' is not"),
 }
 
 

@@ -36,6 +36,11 @@ SPEC = DatasetSpec(
 )
 
 
+def last(share: float) -> Split:
+    """The last rows for testing, no validation part."""
+    return Split("sequential", share, valid=0)
+
+
 def make_log(rows: int = ROWS, seed: int = 0) -> pd.DataFrame:
     """Raw rows: ids as text, numbers as floats, None or NaN where missing."""
     random = np.random.default_rng(seed)
@@ -159,7 +164,7 @@ def test_random_split_takes_rows_from_all_over_and_test_keeps_the_order(tmp_path
 
 
 def test_sequential_split_takes_the_last_rows(tmp_path, log):
-    spec = DatasetSpec("rows", "y", ("item",), split=Split("sequential", 0.25, valid=0))
+    spec = DatasetSpec("rows", "y", ("item",), split=last(0.25))
     data = quick(spec, [write_csv(log, tmp_path / "a.csv")], tmp_path / "out")
     assert data.rows == {"train": 4_500, "valid": 0, "test": 1_500}
     raw = data.counts("item")["raw"].to_numpy()
@@ -203,7 +208,7 @@ def test_numbers_are_scaled_by_the_training_parts_range_and_clipped(tmp_path):
     log.loc[1_900, "price"] = 1e6  # in the test part: the last tenth
     log.loc[1_901, "price"] = -1e6
     log["constant"] = np.where(np.arange(2_000) == 1_902, 9.0, 0.0)  # constant in training
-    spec = DatasetSpec("n", "y", ("item",), ("price", "constant"), split=Split("sequential", 0.1, valid=0))
+    spec = DatasetSpec("n", "y", ("item",), ("price", "constant"), split=last(0.1))
     data = quick(spec, [write_csv(log, tmp_path / "a.csv")], tmp_path / "out")
     filled = log["price"].fillna(0).to_numpy()
     low, high = filled[:1_800].min(), filled[:1_800].max()
@@ -287,7 +292,7 @@ def test_the_last_of_a_globs_files_is_the_last_by_number(tmp_path):
     for day in range(1, 12):
         (tmp_path / f"day_{day}").mkdir()
         (tmp_path / f"day_{day}" / "log.csv").write_text(f"y,day\n0,d{day}\n1,d{day}\n")
-    spec = DatasetSpec("days", "y", ("day",), split=Split("sequential", 0.2, valid=0))
+    spec = DatasetSpec("days", "y", ("day",), split=last(0.2))
     data = quick(spec, [tmp_path / "day_*" / "log.csv"], tmp_path / "out")
     assert data.counts("day")["raw"].iloc[3:].tolist() == sorted(f"d{day}" for day in range(1, 10))
 
@@ -361,7 +366,7 @@ def test_statistics_are_those_that_nvtabular_would_fit(tmp_path, log, prepared):
     """Fit the same operators with NVTabular itself, on the training part's raw rows."""
     workflow = prepared.workflow()
     raw = log.drop(columns="row")
-    spec = DatasetSpec("s", "y", ("user", "item"), ("price",), split=Split("sequential", 0.5, valid=0))
+    spec = DatasetSpec("s", "y", ("user", "item"), ("price",), split=last(0.5))
     data = quick(spec, [write_csv(log, tmp_path / "a.csv")], tmp_path / "out")
     train = raw.iloc[: ROWS // 2][["y", "user", "item", "price"]]
     home = data.path / "workflow"
@@ -383,7 +388,7 @@ def test_statistics_are_those_that_nvtabular_would_fit(tmp_path, log, prepared):
 
 
 def test_parquet_logs_with_integer_ids(tmp_path, log):
-    spec = DatasetSpec(**{**SPEC.to_dict(), "format": "parquet", "split": Split("sequential", 0.2, valid=0)})
+    spec = DatasetSpec(**{**SPEC.to_dict(), "format": "parquet", "split": last(0.2)})
     log = log.assign(
         item=log["item"].astype("int64"),
         user=log["user"].str.slice(1).astype(float),  # integers beside missing ones, as pandas has

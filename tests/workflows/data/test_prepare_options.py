@@ -250,9 +250,12 @@ def test_split_by_time(log, path, quick, column, share):
     [
         (
             lambda log: log.assign(hour=log["hour"].where(log.index != 7)),
-            "log.csv, line 9, column 'hour': the time None is not a number, a timestamp or ISO 8601",
+            "log.csv, line 9, column 'hour': the time None is not a number, a timestamp or ISO",
         ),
-        (lambda log: log.assign(hour=5), "all 6,000 rows to divide have the same time, column 'hour'"),
+        (
+            lambda log: log.assign(hour=5),
+            "all 6,000 rows to divide have the same time, column 'hour'",
+        ),
         (lambda log: log.drop(columns="hour"), "no column 'hour'"),
     ],
 )
@@ -381,7 +384,7 @@ TOML = 'name = "toy"\nlabel = "y"\ncategorical = ["user", "item"]\ncontinuous = 
 
 @pytest.fixture
 def cut(tmp_path, log):
-    """`prepare` of the command line, where the log is in files of 4,000, 600, 400 and 1,000 rows."""
+    """The command `prepare`; the log is in files of 4,000, 600, 400 and 1,000 rows."""
     sizes = {"a": (0, 4_000), "v1": (4_000, 4_600), "v2": (4_600, 5_000), "t": (5_000, 6_000)}
     for name, (start, end) in sizes.items():
         log[start:end].to_csv(tmp_path / f"{name}.csv", index=False)

@@ -26,7 +26,9 @@ def split_by(kind, test=0.25, valid=0.2, seed=3, files=(), labels=LABELS, times=
 def check_parts(parts: Parts, labels: np.ndarray) -> None:
     """A partition; training rows are shuffled, others in order; clicks are those of the labels."""
     assert tuple(parts.rows) == PARTS
-    np.testing.assert_array_equal(np.sort([*np.concatenate([*parts.rows.values()])]), range(len(labels)))
+    np.testing.assert_array_equal(
+        np.sort([*np.concatenate([*parts.rows.values()])]), range(len(labels))
+    )
     for number, (part, rows) in enumerate(parts.rows.items()):
         np.testing.assert_array_equal(np.flatnonzero(parts.part_of == number), np.sort(rows))
         assert parts.positives[part] == labels[rows].sum()
