@@ -30,7 +30,7 @@ TOY = DatasetSpec(
     categorical=("user", "item"),
     continuous=("price",),
     lists=("genres",),
-    split=Split("random", 0.3),
+    split=Split("random", 0.3, valid=0),
 )
 
 

@@ -102,8 +102,9 @@ def test_the_commands_succeed(here):
 def test_the_printed_numbers(here):
     home, done = here
     assert re.fullmatch(
-        r"2,700 training rows \([\d.]+ % clicks\) and 300 test rows \([\d.]+ % clicks\), split "
-        r"random: data\n[\d,]+ distinct ids in 3 fields: \w+ [\d,]+, .*; [\d,]+ embedding rows\n"
+        r"2,430 training rows \([\d.]+ % clicks\), 270 validation rows \([\d.]+ % clicks\), "
+        r"300 test rows \([\d.]+ % clicks\), split random: data\n"
+        r"[\d,]+ distinct ids in 3 fields: \w+ [\d,]+, .*; [\d,]+ embedding rows\n"
         r"Next: merlin-cowclip train data --batch-size 64 --out run\n",
         done["prepare"].stdout,
     )
@@ -116,9 +117,9 @@ def test_the_printed_numbers(here):
         out.splitlines()[0]
         == "deepfm, rule cowclip, exact updates; values of the rule; base_batch_size as given"
     )
-    assert "Warning: at batch size 512 an epoch has only 6 steps. With fewer than 30 a" in out
+    assert "Warning: at batch size 512 an epoch has only 5 steps. With fewer than 30 a" in out
     assert re.search(
-        r"2,700 rows, 6 steps per epoch, [\d,]+ parameters in embedding .*: run\n", out
+        r"2,430 rows, 5 steps per epoch, [\d,]+ parameters in embedding .*: run\n", out
     )
     number = r"\d\.\d{4}"
     assert re.search(

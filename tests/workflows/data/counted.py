@@ -17,7 +17,7 @@ SPEC = DatasetSpec(
     categorical=("user", "rarely_missing", "a.b-c", "few"),
     continuous=("price",),
     lists=("genres",),
-    split=Split("sequential", 0.2),  # so that the test part is the log's end
+    split=Split("sequential", 0.2, valid=0),  # so that the test part is the log's end
 )
 SIZES = (4, 64, 1024)
 

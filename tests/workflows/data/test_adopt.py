@@ -162,7 +162,7 @@ def test_the_folder_refers_to_the_parquet(data, home):
     }
     assert data.train_files == sorted((home / "train").glob("part_*.parquet"))
     assert data.test_files == sorted((home / "test").glob("part_*.parquet"))
-    assert data.rows == {"train": TRAIN, "test": ROWS - TRAIN}
+    assert data.rows == {"train": TRAIN, "valid": 0, "test": ROWS - TRAIN}
     assert [p.name for p in home.glob(".*")] == []
 
 
@@ -237,7 +237,7 @@ def test_what_adopt_prints(adopted):
         "Note: raw rows cannot be scored or served: NVTabular hashed ids of 'site_hashed', and its "
         "hash on a CPU depends on the row number. Fit without HashBucket, HashedCross and "
         "num_buckets",
-        f"4,800 training and 1,200 test rows, {ids} ids in 6 fields: {data.path}",
+        f"4,800 training, 0 validation, 1,200 test rows, {ids} ids in 6 fields: {data.path}",
     ]
 
 
@@ -271,7 +271,7 @@ def test_it_trains_and_learns(run, data):
     """Fields of one vocabulary share their rows."""
     assert run.result["auc"] > 0.7
     assert run.config["table_rows"] == data.table_rows < sum(data.cardinalities.values())
-    assert run.config["rows"] == {"train": TRAIN, "test": ROWS - TRAIN}
+    assert run.config["rows"] == {"train": TRAIN, "valid": 0, "test": ROWS - TRAIN}
 
 
 def test_evaluate_prints_the_same(run, data, home, tmp_path, capsys):
@@ -301,10 +301,27 @@ def bare(log, tmp_path_factory) -> Path:
     return bare
 
 
+def test_a_validation_part(data, home, tmp_path, capsys):
+    options = ["--workflow", home / "workflow", "--label", "click", "--out", tmp_path / "data"]
+    assert command("adopt", home / "train", "--valid", home / "test", *options) == 0
+    valid = PreparedData.open(tmp_path / "data")
+    assert (valid.valid_files, valid.test_files) == (data.test_files, [])
+    assert valid.rows == {"train": TRAIN, "valid": ROWS - TRAIN, "test": 0}
+    clicks = dict(data.report["positives"])
+    assert valid.report["positives"] == {**clicks, "valid": clicks["test"], "test": 0}
+    for field in data.spec.ids:
+        pd.testing.assert_frame_equal(valid.counts(field), data.counts(field))
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("4,800 training, 1,200 validation, 0 test rows, ")
+    file = data.test_files[0]
+    with pytest.raises(UserError, match=r"given twice \(first as "):
+        quick(home, tmp_path / "twice", valid=home / "test", test=file)
+
+
 @pytest.mark.extended
 def test_without_a_test_part_and_without_numbers(bare, tmp_path, capsys):
     data = quick(bare, tmp_path / "data")
-    assert (data.test_files, data.rows) == ([], {"train": TRAIN, "test": 0})
+    assert (data.test_files, data.rows) == ([], {"train": TRAIN, "valid": 0, "test": 0})
     assert data.spec.continuous == ()
     assert command("train", data.path, "--out", tmp_path / "run", *OPTIONS, "--epochs", 1) == 0
     last = capsys.readouterr().out.splitlines()[-1]
@@ -312,10 +329,10 @@ def test_without_a_test_part_and_without_numbers(bare, tmp_path, capsys):
     assert last.startswith(f"no test part, training loss {result['epochs'][0]['train_loss']:.6f}, ")
     assert (result["auc"], result["log_loss"]) == (None, None)
     metrics = pd.read_csv(tmp_path / "run" / "metrics.csv")
-    assert metrics[["auc", "log_loss"]].isna().all(axis=None)
+    assert metrics[["valid_auc", "valid_log_loss"]].isna().all(axis=None)
     assert metrics["train_loss"][0] < np.log(2) + 0.1
     assert command("evaluate", tmp_path / "run") == 2
-    assert "has no test rows" in capsys.readouterr().err
+    assert "has no test part. Name data that has one" in capsys.readouterr().err
 
 
 def test_vocabularies_in_parts_and_combined(bare, log, tmp_path):
@@ -581,7 +598,8 @@ def test_integer_and_float_labels_are_labels(home, copy, tmp_path):
     changes = {"click": numbers(0.0, 1.0), "user": as_type(pa.uint8()), "price": numbers(1, -2)}
     last = sorted(copy(**changes).glob("part_*.parquet"))[-1]
     data = quick(home, tmp_path / "data", parquet=last)
-    assert data.record["report"]["positives"] == {"train": data.rows["train"] // 2, "test": 0}
+    positives = {"train": data.rows["train"] // 2, "valid": 0, "test": 0}
+    assert data.record["report"]["positives"] == positives
     assert data.counts("user")["count"].sum() == data.rows["train"]
 
 

@@ -37,7 +37,7 @@ label = "y"
 categorical = ["user"]
 continuous = ["price"]
 lists = ["tags"]
-split = { kind = "sequential", test = 0.5 }
+split = { kind = "sequential", test = 0.5, valid = 0 }
 """
 BY_TIME = SPEC.replace('"sequential"', '"time", column = "user"')
 NO_HEADER = SPEC.replace("split", 'header = false\ncolumns = ["y", "user", "price", "tags"]\nsplit')
@@ -62,8 +62,8 @@ def check(argv: list[Any], words: str, folder: Path) -> None:
     ("options", "words"),
     [
         ("--split time --time-column hour", "log.csv has no column 'hour'"),
-        ("--split time --time-column user", "20 of 80 rows have no time … 'user'"),
-        ("--test nan", "split.test must lie between 0 and 1 … nan"),
+        ("--split time --time-column user", "log.csv, line 2, column 'user': the time 'a' is not"),
+        ("--test nan", "split.test must be a share from 0 to below 1, or files … nan"),
         ("--test 1e-9", "the test part has 0 rows with label 0 and 0 with label 1"),
         ("--freq-threshold user=", "--freq-threshold … 'user=' … C3=10"),
         ("--freq-threshold user=3,user=5", "each once: C3=10,C4=5. Received: 'user=3,user=5'"),
@@ -116,8 +116,8 @@ SPECS = {
     "no text": (SPEC.encode("utf-16"), HEAD, "toy.toml as TOML: "),
     "no quotes": (SPEC + "quotes = false", at(9, '1,"a,b",1,x'), "line 9 … (quotes, "),
     "a header": (NO_HEADER, HEAD + ROWS, "line 1, column 'y': … 'y'"),
-    "one time": (BY_TIME, TIMES.format(7), "all 18 rows have the time '7', column 'user'"),
-    "mixed": (BY_TIME, TIMES.format("noon"), "column 'user' has times … 'noon'"),
+    "one time": (BY_TIME, TIMES.format(7), "all 18 rows … have the same time, column 'user'"),
+    "mixed": (BY_TIME, TIMES.format("noon"), "line 3, column 'user': the time 'noon' is not"),
 }
 
 
@@ -382,7 +382,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a record cut": (lambda d: cut(d / RECORD), "not a whole … prepare.json … Prepare the data"),
     "to come": (
         edited(lambda r: r.update(format=99)),
-        "prepare.json has format 99 instead of 2 … this version",
+        "prepare.json has format 99 instead of 3 … this version",
     ),
 }
 

@@ -33,7 +33,7 @@ TOML = DatasetSpec(
     ("tags",),
     null_values=("-",),
     label_values=("no", "yes"),
-    split=Split("sequential", 0.3),
+    split=Split("sequential", 0.3, valid=0),
     freq_threshold={"user": 3, "tags": 4},
     hash_buckets={"tags": 5},
     non_finite="missing",

@@ -32,8 +32,13 @@ SPEC = DatasetSpec(
     categorical=("user", "item"),
     continuous=("price", "constant"),
     lists=("genres",),
-    split=Split("random", 0.2),
+    split=Split("random", 0.2, valid=0),
 )
+
+
+def last(share: float) -> Split:
+    """The last rows for testing, no validation part."""
+    return Split("sequential", share, valid=0)
 
 
 def make_log(rows: int = ROWS, seed: int = 0) -> pd.DataFrame:
@@ -102,11 +107,12 @@ def decoded(prepared):
 def test_folder_and_record(prepared):
     names = sorted(p.name for p in prepared.path.iterdir())
     assert names == [
-        *(".merlin", "counts", "prepare.json", "schema.pbtxt", "test", "train", "workflow"),
+        *(".merlin", "counts", "prepare.json", "schema.pbtxt"),
+        *("test", "train", "valid", "workflow"),
     ]
     assert prepared.spec == SPEC
     assert prepared.seed == 1
-    assert prepared.rows == {"train": 4_800, "test": 1_200}
+    assert prepared.rows == {"train": 4_800, "valid": 0, "test": 1_200}
     assert len(read(prepared.train_files)) == 4_800
     assert len(read(prepared.test_files)) == 1_200
     assert len(prepared.train_files) >= 4
@@ -137,7 +143,7 @@ def test_every_row_is_in_one_part_once(log, prepared):
 
 def test_random_split_takes_rows_from_all_over_and_test_keeps_the_order(tmp_path, log):
     # price is the row's number here, so that rows can be told apart
-    spec = DatasetSpec("rows", "y", ("item",), ("price",), split=Split("random", 0.2))
+    spec = DatasetSpec("rows", "y", ("item",), ("price",), split=Split("random", 0.2, valid=0))
     log = log.assign(price=np.arange(ROWS, dtype=float))
     data = quick(spec, [write_csv(log, tmp_path / "a.csv")], tmp_path / "out", part_rows=700)
     low, high = data.record["ranges"]["price"]
@@ -158,9 +164,9 @@ def test_random_split_takes_rows_from_all_over_and_test_keeps_the_order(tmp_path
 
 
 def test_sequential_split_takes_the_last_rows(tmp_path, log):
-    spec = DatasetSpec("rows", "y", ("item",), split=Split("sequential", 0.25))
+    spec = DatasetSpec("rows", "y", ("item",), split=last(0.25))
     data = quick(spec, [write_csv(log, tmp_path / "a.csv")], tmp_path / "out")
-    assert data.rows == {"train": 4_500, "test": 1_500}
+    assert data.rows == {"train": 4_500, "valid": 0, "test": 1_500}
     raw = data.counts("item")["raw"].to_numpy()
     test, train = read(data.test_files), read(data.train_files)
     assert raw[test["item"]].tolist() == log["item"].iloc[4_500:].tolist()
@@ -202,7 +208,7 @@ def test_numbers_are_scaled_by_the_training_parts_range_and_clipped(tmp_path):
     log.loc[1_900, "price"] = 1e6  # in the test part: the last tenth
     log.loc[1_901, "price"] = -1e6
     log["constant"] = np.where(np.arange(2_000) == 1_902, 9.0, 0.0)  # constant in training
-    spec = DatasetSpec("n", "y", ("item",), ("price", "constant"), split=Split("sequential", 0.1))
+    spec = DatasetSpec("n", "y", ("item",), ("price", "constant"), split=last(0.1))
     data = quick(spec, [write_csv(log, tmp_path / "a.csv")], tmp_path / "out")
     filled = log["price"].fillna(0).to_numpy()
     low, high = filled[:1_800].min(), filled[:1_800].max()
@@ -286,7 +292,7 @@ def test_the_last_of_a_globs_files_is_the_last_by_number(tmp_path):
     for day in range(1, 12):
         (tmp_path / f"day_{day}").mkdir()
         (tmp_path / f"day_{day}" / "log.csv").write_text(f"y,day\n0,d{day}\n1,d{day}\n")
-    spec = DatasetSpec("days", "y", ("day",), split=Split("sequential", 0.2))
+    spec = DatasetSpec("days", "y", ("day",), split=last(0.2))
     data = quick(spec, [tmp_path / "day_*" / "log.csv"], tmp_path / "out")
     assert data.counts("day")["raw"].iloc[3:].tolist() == sorted(f"d{day}" for day in range(1, 10))
 
@@ -360,7 +366,7 @@ def test_statistics_are_those_that_nvtabular_would_fit(tmp_path, log, prepared):
     """Fit the same operators with NVTabular itself, on the training part's raw rows."""
     workflow = prepared.workflow()
     raw = log.drop(columns="row")
-    spec = DatasetSpec("s", "y", ("user", "item"), ("price",), split=Split("sequential", 0.5))
+    spec = DatasetSpec("s", "y", ("user", "item"), ("price",), split=last(0.5))
     data = quick(spec, [write_csv(log, tmp_path / "a.csv")], tmp_path / "out")
     train = raw.iloc[: ROWS // 2][["y", "user", "item", "price"]]
     home = data.path / "workflow"
@@ -382,7 +388,7 @@ def test_statistics_are_those_that_nvtabular_would_fit(tmp_path, log, prepared):
 
 
 def test_parquet_logs_with_integer_ids(tmp_path, log):
-    spec = DatasetSpec(**{**SPEC.to_dict(), "format": "parquet", "split": Split("sequential", 0.2)})
+    spec = DatasetSpec(**{**SPEC.to_dict(), "format": "parquet", "split": last(0.2)})
     log = log.assign(
         item=log["item"].astype("int64"),
         user=log["user"].str.slice(1).astype(float),  # integers beside missing ones, as pandas has
@@ -410,8 +416,8 @@ def test_parquet_logs_with_integer_ids(tmp_path, log):
 @pytest.mark.parametrize(
     ("spec", "file", "rows"),
     [
-        (CRITEO, "criteo_train.txt.gz", {"train": 7_200, "test": 800}),
-        (AVAZU, "avazu_train.csv.gz", {"train": 7_199, "test": 1_800}),
+        (CRITEO, "criteo_train.txt.gz", {"train": 6_480, "valid": 720, "test": 800}),
+        (AVAZU, "avazu_train.csv.gz", {"train": 6_479, "valid": 720, "test": 1_800}),
     ],
 )
 def test_real_rows(tmp_path, spec, file, rows):
@@ -426,9 +432,9 @@ def test_real_rows(tmp_path, spec, file, rows):
         dtype=dict.fromkeys(spec.categorical, str),
     )
     columns = [spec.label, *spec.fields]
-    both = pd.concat([read(data.train_files), read(data.test_files)])
+    parts = (data.train_files, data.valid_files, data.test_files)
     expected = data.workflow().transform(raw)
-    assert as_rows(both, columns) == as_rows(expected, columns)
+    assert as_rows(pd.concat(map(read, parts)), columns) == as_rows(expected, columns)
     for field in spec.categorical:
         assert data.counts(field)["count"].sum() == rows["train"]
     for field in spec.continuous:
@@ -493,7 +499,7 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path, prepared):
     with pytest.raises(UserError, match="not a whole prepared folder"):
         PreparedData.open(tmp_path)
     (tmp_path / "prepare.json").write_text('{"format": 99}')
-    with pytest.raises(UserError, match=r"prepare.json has format 99 instead of 2"):
+    with pytest.raises(UserError, match=r"prepare.json has format 99 instead of 3"):
         PreparedData.open(tmp_path)
     with pytest.raises(UserError, match=r"field must be one of 'user', 'item', 'genres'"):
         prepared.counts("price")

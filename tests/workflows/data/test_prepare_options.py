@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from merlin_cowclip.workflows.commands.main import main
@@ -13,6 +15,7 @@ from merlin_cowclip.workflows.data.prepare.column_store import ColumnStore
 from merlin_cowclip.workflows.data.prepare.fit import Encoding
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.sources import csv
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -24,7 +27,7 @@ with quiet_imports():
 
 ROWS = 6_000
 FIELDS = {"categorical": ("user", "item"), "continuous": ("price",), "lists": ("genres",)}
-SEQUENTIAL = Split("sequential", 0.25)
+SEQUENTIAL = Split("sequential", 0.25, valid=0)
 TRAIN = ROWS * 3 // 4
 
 
@@ -70,9 +73,9 @@ def quick(tmp_path, path):
 
 
 def rows_of(data, part="train") -> pd.DataFrame:
-    files = data.train_files if part == "train" else data.test_files
+    files = getattr(data, f"{part}_files")
     frame = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
-    return frame.assign(genres=frame["genres"].map(tuple))
+    return frame.assign(genres=frame["genres"].map(tuple)) if "genres" in frame else frame
 
 
 def same(one, other) -> None:
@@ -223,17 +226,21 @@ def test_a_threshold_that_leaves_no_id_is_refused(quick, tmp_path):
 # Splits
 
 
+def latest(times: pd.Series, share: float) -> pd.Series:
+    """The rows from the time on that makes them most nearly that share."""
+    cuts = times.sort_values().unique()[1:]
+    later = np.array([(times >= time).sum() for time in cuts])
+    return times >= cuts[np.argmin(np.abs(later - share * len(times)))]
+
+
 @pytest.mark.parametrize(("column", "share"), [("hour", 0.33), ("when", 0.1)])
 def test_split_by_time(log, path, quick, column, share):
     """Shuffled on disk, so that the log's order cannot help."""
     shuffled = log.sample(frac=1, random_state=1)
     shuffled.to_csv(path, index=False)
-    data = quick(spec_of(split=Split("time", share, column)))
-    cut = shuffled[column].sort_values().unique()
-    later = [(shuffled[column] >= time).sum() for time in cut[1:]]
-    best = cut[1:][np.argmin(np.abs(np.array(later) - share * ROWS))]
-    in_test = shuffled[column] >= best
-    assert data.rows == {"train": (~in_test).sum(), "test": in_test.sum()}
+    data = quick(spec_of(split=Split("time", share, column, valid=0)))
+    in_test = latest(shuffled[column], share)
+    assert data.rows == {"train": (~in_test).sum(), "valid": 0, "test": in_test.sum()}
     assert abs(data.rows["test"] / ROWS - share) < 0.03
     assert rows_of(data, "test")["y"].tolist() == shuffled["y"][in_test].tolist()
     assert column not in rows_of(data).columns
@@ -246,9 +253,12 @@ def test_split_by_time(log, path, quick, column, share):
     [
         (
             lambda log: log.assign(hour=log["hour"].where(log.index != 7)),
-            "1 of 6,000 rows have no time",
+            "log.csv, line 9, column 'hour': the time None is not a number, a timestamp or ISO",
         ),
-        (lambda log: log.assign(hour=5), "all 6,000 rows have the time '5'"),
+        (
+            lambda log: log.assign(hour=5),
+            "all 6,000 rows to divide have the same time, column 'hour'",
+        ),
         (lambda log: log.drop(columns="hour"), "no column 'hour'"),
     ],
 )
@@ -256,6 +266,237 @@ def test_times_refused(log, path, quick, change, message):
     change(log).to_csv(path, index=False)
     with pytest.raises(UserError, match=message):
         quick(spec_of(split=Split("time", 0.2, "hour")))
+
+
+NAIVE = pd.Timestamp("2024-08-28") + pd.to_timedelta(
+    7 * np.random.default_rng(5).integers(0, 2_000, 400), "min"
+)
+EVEN = {"y": [0, 1] * 200, "item": ["a", "b", "a", "c"] * 100}
+
+
+def seconds(times):
+    return times.to_numpy().astype("datetime64[s]").astype(np.int64)
+
+
+def stamps(unit, zone=None):
+    kind = pa.timestamp(unit, zone)
+    if zone is None:
+        return lambda times: pa.array(times).cast(kind)
+    return lambda times: pa.array(times.tz_localize("UTC").tz_convert(zone)).cast(kind)
+
+
+def dates(times):
+    return pa.array(times).cast(pa.timestamp("s")).cast(pa.date32(), safe=False)
+
+
+def iso_8601(times):
+    """Local times of many zones: their text does not sort by time."""
+    zones = (("Z", 0), ("+05:30", 330), ("-1100", -660), ("", 0), ("+14", 840))
+    layouts = ("%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S.000")
+    return [
+        f"{time + pd.Timedelta(minutes=zones[i % 5][1]):{layouts[i % 3]}}{zones[i % 5][0]}"
+        for i, time in enumerate(times)
+    ]
+
+
+def as_text(layout):
+    return lambda times: times.strftime(layout)
+
+
+FORMS = {  # of the times in two files
+    "seconds": ("csv", seconds, seconds, None),
+    "integers beside floats": ("parquet", seconds, lambda t: seconds(t).astype(float), None),
+    "s beside ns": ("parquet", stamps("s"), stamps("ns"), None),
+    "ms beside us": ("parquet", stamps("ms"), stamps("us"), None),
+    "zones": ("parquet", stamps("ms", "America/New_York"), stamps("us", "Asia/Kolkata"), None),
+    "a zone beside none": ("parquet", stamps("ns", "Europe/Berlin"), stamps("s"), None),
+    "ISO 8601": ("csv", iso_8601, iso_8601, None),
+    "ISO 8601 beside timestamps": ("parquet", iso_8601, stamps("us"), None),
+    "day first": ("csv", *[as_text("%d/%m/%Y %H:%M")] * 2, "%d/%m/%Y %H:%M"),
+    "dates": ("parquet", dates, dates, None),
+    "dates beside timestamps": ("parquet", dates, lambda t: stamps("us")(t.floor("D")), None),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_times_of_any_form_are_instants(tmp_path, form):
+    kind, *writers, layout = FORMS[form]
+    times = NAIVE.floor("D") if "dates" in form else NAIVE
+    labels = np.random.default_rng(2).permutation(EVEN["y"])
+    for i, writer in enumerate(writers):
+        half = slice(200 * i, 200 * i + 200)
+        columns = {"y": labels[half], "item": EVEN["item"][half], "when": writer(NAIVE[half])}
+        if kind == "csv":
+            pd.DataFrame(columns).to_csv(tmp_path / f"{i}.csv", index=False)
+        else:
+            pq.write_table(pa.table(columns), tmp_path / f"{i}.parquet")
+    split = Split("time", 0.2, "when", 0.25, layout)
+    spec = DatasetSpec("times", "y", ("item",), format=kind, split=split)
+    data = prepare(spec, [tmp_path / f"*.{kind}"], tmp_path / "out", progress=False)
+    found, rest = pd.Series(times), pd.Series(labels)
+    for part, share in (("test", 0.2), ("valid", 0.25)):
+        held_out = latest(found, share)
+        assert rows_of(data, part)["y"].tolist() == rest[held_out].tolist()
+        first = found[held_out].min()
+        numbers = form in ("seconds", "integers beside floats")
+        said = str(int(first.timestamp())) if numbers else f"{first:%Y-%m-%d %H:%M} UTC"
+        assert data.record["boundaries"][part] == said
+        found, rest = found[~held_out], rest[~held_out]
+    assert data.rows["train"] == len(rest)
+    assert data.report["positives"]["train"] == rest.sum()
+
+
+DAY = "the time '9/9/2024' is not a number, a timestamp or ISO 8601. Correct the row, or set"
+MIXED = "column 'when' has numbers and dates. Write its times in one form"
+
+
+@pytest.mark.parametrize(
+    ("kind", "times", "layout", "message"),
+    [
+        ("csv", ["9/9/2024"] * 400, None, rf"0.csv, line 2, column 'when': {DAY} time_format"),
+        ("parquet", ["2024-09-09", *["9/9/2024"] * 399], None, rf"0.parquet, row 2, .*: {DAY}"),
+        ("csv", ["2024-09-31"] * 400, None, "the time '2024-09-31' is not a number"),
+        (
+            *("csv", ["31/01/2024", "30/02/2024"] * 200, "%d/%m/%Y"),
+            "0.csv, line 3, .*: the time '30/02/2024' is not in the time_format '%d/%m/%Y'",
+        ),
+        ("csv", [*[7] * 300, "noon", *[7] * 99], None, "1.csv, line 102, .*: the time 'noon' is"),
+        ("csv", [*[7] * 300, "inf", *[7] * 99], None, "1.csv, line 102, .*: the time 'inf' is"),
+        ("parquet", [1092024] * 400, "%d%m%Y", "column 'when' of .*: it is int64, not text in"),
+        ("csv", [7] * 200 + ["2024-09-09"] * 200, None, MIXED),
+        ("csv", [7] * 100 + ["2024-09-09"] * 300, None, MIXED),  # in two blocks of one file
+    ],
+)
+def test_times_of_no_form_are_refused(tmp_path, monkeypatch, kind, times, layout, message):
+    monkeypatch.setattr(csv, "BLOCK_BYTES", 100 * len("1,a,7\n") + len("y,item,when\n"))
+    frame = pd.DataFrame({**EVEN, "when": times})
+    for i, half in enumerate((frame[:200], frame[200:])):
+        if kind == "csv":
+            half.to_csv(tmp_path / f"{i}.csv", index=False)
+        else:
+            half.to_parquet(tmp_path / f"{i}.parquet")
+    split = Split("time", 0.2, "when", time_format=layout)
+    spec = DatasetSpec("times", "y", ("item",), format=kind, split=split)
+    with pytest.raises(UserError, match=message):
+        prepare(spec, [tmp_path / f"*.{kind}"], tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+TOML = 'name = "toy"\nlabel = "y"\ncategorical = ["user", "item"]\ncontinuous = ["price"]\n'
+
+
+@pytest.fixture
+def cut(tmp_path, log):
+    """The command `prepare`; the log is in files of 4,000, 600, 400 and 1,000 rows."""
+    sizes = {"a": (0, 4_000), "v1": (4_000, 4_600), "v2": (4_600, 5_000), "t": (5_000, 6_000)}
+    for name, (start, end) in sizes.items():
+        log[start:end].to_csv(tmp_path / f"{name}.csv", index=False)
+    (tmp_path / "toy.toml").write_text(TOML)
+
+    def run(options: str, out="out", code=0):
+        words = [tmp_path / w if w.endswith((".csv", ".toml")) else w for w in options.split()]
+        argv = ["prepare", *words, "--out", tmp_path / out]
+        assert main([str(word) for word in argv]) == code
+        return None if code else PreparedData.open(tmp_path / out)
+
+    return run
+
+
+def test_files_as_parts(tmp_path, log, cut, capsys):
+    """Ids, counts and ranges are those of the rows that are not held out."""
+    data = cut("toy.toml a.csv --valid v1.csv --valid v2.csv --test t.csv")
+    rates = [f"{100 * of['y'].mean():.1f}" for of in (log[:4_000], log[4_000:5_000], log[5_000:])]
+    assert capsys.readouterr().out.splitlines()[0] == (
+        f"4,000 training rows ({rates[0]} % clicks), 1,000 validation rows ({rates[1]} % clicks), "
+        f"1,000 test rows ({rates[2]} % clicks): {data.path}"
+    )
+    parts = {"train": log[:4_000], "valid": log[4_000:5_000], "test": log[5_000:]}
+    assert data.rows == {part: len(rows) for part, rows in parts.items()}
+    counts = parts["train"]["user"].value_counts()
+    table = data.counts("user").iloc[3:].set_index("raw")
+    assert table["count"].to_dict() == counts.to_dict()
+    filled = parts["train"]["price"].fillna(0)
+    assert data.record["ranges"]["price"] == pytest.approx([filled.min(), filled.max()])
+    report = data.report["fields"]
+    for part in ("valid", "test"):
+        raw, rows = parts[part].reset_index(drop=True), rows_of(data, part)
+        expected = raw["user"].map(table["id"]).fillna(2).mask(raw["user"].isna(), 1)
+        assert rows["user"].tolist() == expected.tolist()
+        assert rows["y"].tolist() == raw["y"].tolist()
+        assert report["user"][f"{part}_unknown"] == (expected == 2).sum() > 0
+        assert report["user"][f"{part}_missing"] == raw["user"].isna().sum() > 0
+        assert report["user"][f"{part}_occurrences"] == len(raw)
+        assert report["price"][f"{part}_missing"] == raw["price"].isna().sum() > 0
+        beyond = (raw["price"] < filled.min()) | (raw["price"] > filled.max())
+        assert report["price"][f"{part}_out_of_range"] == beyond.sum()
+    found, expected = (sorted(of["y"]) for of in (rows_of(data), parts["train"]))
+    assert found == expected
+
+
+@pytest.mark.parametrize("given", ["test", "valid"])
+def test_files_beside_a_share(log, cut, capsys, given):
+    """The share is of the log's rows, whatever the times of the files."""
+    share = {"test": "valid", "valid": "test"}[given]
+    options = f"--{given} a.csv --{share} 0.2 --split time --time-column hour"
+    data = cut(f"toy.toml v1.csv v2.csv t.csv {options}")
+    rest = log[4_000:].reset_index(drop=True)
+    held_out = latest(rest["hour"], 0.2)
+    sizes = {"train": (~held_out).sum(), share: held_out.sum(), given: 4_000}
+    assert data.rows == sizes
+    assert rows_of(data, given)["y"].tolist() == log["y"][:4_000].tolist()
+    assert rows_of(data, share)["y"].tolist() == rest["y"][held_out].tolist()
+    first = {share: str(rest["hour"][held_out].min()), given: str(log["hour"][:4_000].min())}
+    assert data.record["boundaries"] == first
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(f" % clicks), split time by 'hour': {data.path}")
+    assert lines[1] == f"valid from {first['valid']}, test from {first['test']}"
+
+
+@pytest.mark.parametrize(
+    "options", ["--test a.csv", "--valid link.csv", "--valid t.csv --test t.csv"]
+)
+def test_a_file_in_two_parts_is_refused(tmp_path, cut, capsys, options):
+    (tmp_path / "link.csv").symlink_to("a.csv")
+    cut(f"toy.toml a.csv {options}", code=2)
+    assert "is given twice (first as " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_like_those_of_a_folder_are_split_anew(cut, tmp_path):
+    """Kind, column and shares are the folder's; its files are not those of the new rows."""
+    old = cut("toy.toml a.csv --valid v1.csv --test t.csv --split time --time-column hour")
+    assert old.spec.split == Split("time", (f"{tmp_path}/t.csv",), "hour", (f"{tmp_path}/v1.csv",))
+    new = cut(f"--like {old.path} v2.csv", "new")
+    assert new.spec.split == Split("time", 0.1, "hour", 0.1)
+    assert new.cardinalities == old.cardinalities
+    whole = cut(f"--like {old.path} v2.csv --test 0 --valid 0", "whole")
+    assert whole.rows == {"train": 400, "valid": 0, "test": 0}
+    assert (whole.valid_files, whole.test_files, whole.record["boundaries"]) == ([], [], {})
+    again = cut(f"--like {whole.path} v2.csv --test v1.csv --split random", "again")
+    assert again.spec.split == Split("random", (f"{tmp_path}/v1.csv",), valid=0)
+    assert again.rows == {"train": 400, "valid": 0, "test": 600}
+
+
+@pytest.mark.parametrize("kind", ["random", "sequential", "time"])
+@pytest.mark.parametrize("valid", [0, 0.1, "a file"])
+def test_the_order_of_the_training_rows_is_kept_without_a_validation_part(
+    tmp_path, log, kind, valid
+):
+    """So that `tune` can hold the last of them out."""
+    log = log.sample(frac=1, random_state=1).assign(row=range(ROWS))
+    log[:5_500].to_csv(tmp_path / "a.csv", index=False)
+    log[5_500:].to_csv(tmp_path / "v.csv", index=False)
+    valid = (str(tmp_path / "v.csv"),) if valid == "a file" else valid
+    split = Split(kind, 0.2, "hour" if kind == "time" else None, valid)
+    spec = DatasetSpec("toy", "y", ("item",), ("row", "hour"), split=split)
+    data = prepare(spec, [tmp_path / "a.csv"], tmp_path / "out", progress=False)
+    order = data.path / "order.parquet"
+    assert order.exists() == (kind != "random" and not valid)
+    if order.exists():
+        name = "hour" if kind == "time" else "row"
+        low, high = data.record["ranges"][name]
+        numbers = np.rint(rows_of(data)[name] * (high - low) + low)
+        assert pd.read_parquet(order)["order"].tolist() == numbers.tolist()
 
 
 # inf and NaN
@@ -321,14 +562,16 @@ def test_report(log, quick):
     data = quick()
     train, test = log.iloc[:TRAIN], log.iloc[TRAIN:]
     report = data.report
-    assert report["rows"] == {"train": len(train), "test": len(test)}
-    assert report["positives"] == {"train": train["y"].sum(), "test": test["y"].sum()}
+    assert report["rows"] == {"train": len(train), "valid": 0, "test": len(test)}
+    positives = {"train": train["y"].sum(), "valid": 0, "test": test["y"].sum()}
+    assert report["positives"] == positives
     unseen = test["user"].dropna()[~test["user"].dropna().isin(train["user"])]
     assert report["fields"]["user"] == {
         "occurrences": TRAIN,
         "distinct": train["user"].nunique(),
         "missing": train["user"].isna().sum(),
         "below_threshold": 0,
+        **{"valid_occurrences": 0, "valid_missing": 0, "valid_unknown": 0},
         "test_occurrences": len(test),
         "test_missing": test["user"].isna().sum(),
         "test_unknown": len(unseen),

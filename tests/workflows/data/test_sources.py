@@ -394,7 +394,8 @@ def test_hive_partitions(tmp_path):
             "hour": [1, 2, 1, 2],
         }
     )
-    frame["day"] = ["2024-01-01", "2024-01-02"] * 2
+    days = ["2024-01-01", "2024-01-02"] * 2
+    frame["day"] = days
     frame.to_parquet(tmp_path / "logs", partition_cols=["day", "site", "hour"])
     found = []
     for path, root in expand_paths(tmp_path / "logs").items():
@@ -403,6 +404,7 @@ def test_hive_partitions(tmp_path):
         log.check()
         found += rows_of(log)
     expected = frame[["y", "hour", "site", "ad", "day"]].astype({"ad": str, "hour": float})
+    expected = expected.assign(day=pd.to_datetime(days, utc=True))
     expected = expected.astype(object).where(expected.notna(), None)
     assert sorted(found, key=str) == sorted(expected.itertuples(index=False, name=None), key=str)
 

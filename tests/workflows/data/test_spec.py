@@ -45,7 +45,7 @@ CHOSEN = DatasetSpec(
     ("user", "item"),
     freq_threshold={"user": 3},
     hash_buckets={"user": 7},
-    split=Split("time", 0.1, "hour"),
+    split=Split("time", ("a.csv", "b.csv"), "hour", 0.2, "%d/%m/%Y"),
     non_finite="missing",
     null_values=("\\N",),
     label_values=("False", "True"),
@@ -76,6 +76,16 @@ def test_toml(tmp_path):
     assert expected.fields == ("price", "user", "item", "genres")
 
 
+def test_toml_of_a_split(tmp_path):
+    path = tmp_path / "shop.toml"
+    keys = 'kind = "time"\ncolumn = "when"\ntime_format = "%d/%m/%Y"\ntest = 0.2\n'
+    path.write_text(TOML[: TOML.index("kind")] + keys + 'valid = ["a.csv", "b.csv"]')
+    expected = Split("time", 0.2, "when", ("a.csv", "b.csv"), "%d/%m/%Y")
+    assert DatasetSpec.from_toml(path).split == expected
+    path.write_text(TOML)
+    assert DatasetSpec.from_toml(path).split == Split("sequential", 0.25, None, 0.1)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -99,8 +109,13 @@ def test_toml(tmp_path):
             r"columns are for format csv only",
         ),
         ('kind = "sequential"', 'kind = "by day"', r"split.kind must be one of"),
-        ("test = 0.25", "test = 1", r"split.test must lie between 0 and 1. Received: 1"),
+        ("test = 0.25", "test = 1", r"split.test must be a share from 0 to below 1, or .* 1"),
         ("test = 0.25", "test = 0.25\nseed = 1", r"unexpected keyword argument 'seed'"),
+        ("test = 0.25", "valid = -0.1", r"split.valid must be a share .* Received: -0.1"),
+        ("test = 0.25", 'valid = "a.csv"', r"split.valid must .*, or files. Received: 'a.csv'"),
+        ("test = 0.25", "valid = []", r"split.valid must .*, or files. Received: \[\]"),
+        ("test = 0.25", 'time_format = "%d"', r"time_format .* split.kind 'time' only. .*'%d'"),
+        ('"sequential"', '"time"\ncolumn = "t"\ntime_format = 5', r"time_format .* Received: 5"),
         ("[split]", 'null_values = "x"\n[split]', r"null_values must be a list of texts"),
         ("[split]", 'label_values = ["1"]\n[split]', r"label_values must be two different texts"),
         ("[split]", "[split", r"cannot read .*/shop.toml as TOML"),

@@ -1,57 +1,155 @@
-"""Rows into two parts: every row is in one of them, by the seed and nothing else."""
+"""Rows into three parts: every row is in one of them, by the seed and nothing else."""
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from merlin_cowclip.workflows.data.prepare.split import Parts, split_rows
+from merlin_cowclip.workflows.data.prepared_data import PARTS
 from merlin_cowclip.workflows.data.spec import Split
 from merlin_cowclip.workflows.errors import UserError
 
+KINDS = ("random", "sequential", "time")
 LABELS = np.arange(1_000) % 2
-TIMES = (np.arange(1_000, dtype=np.int32) // 100, pa.array([str(t) for t in range(10)]))
+DAYS = pa.array(np.arange(1_000) // 100, pa.float64())
 
 
-def split_by(kind: str, seed: int = 3) -> Parts:
-    split = Split(kind, 0.25, "t" if kind == "time" else None)
-    return split_rows(split, LABELS, TIMES if kind == "time" else None, seed=seed, label="y")
+def split_by(kind, test=0.25, valid=0.2, seed=3, files=(), labels=LABELS, times=DAYS) -> Parts:
+    split = Split(kind, test, "t" if kind == "time" else None, valid)
+    times = times if kind == "time" else None
+    return split_rows(split, labels, times, dict(files), seed=seed, label="y")
 
 
-@pytest.mark.parametrize(("kind", "tested"), [("random", 250), ("sequential", 250), ("time", 300)])
-def test_every_row_is_in_one_part(kind, tested):
-    parts = split_by(kind)
-    np.testing.assert_array_equal(np.sort([*parts.train, *parts.test]), np.arange(1_000))
-    np.testing.assert_array_equal(np.flatnonzero(parts.in_train), np.sort(parts.train))
-    assert (np.diff(parts.test.astype(int)) > 0).all()
-    assert (np.diff(parts.train.astype(int)) < 0).any()
-    assert (len(parts.train), len(parts.test)) == (1_000 - tested, tested)
-    assert parts.positives == {"train": LABELS[parts.train].sum(), "test": LABELS[parts.test].sum()}
-    if kind != "random":
-        assert parts.test.min() == 1_000 - tested
+def check_parts(parts: Parts, labels: np.ndarray) -> None:
+    """A partition; training rows are shuffled, others in order; clicks are those of the labels."""
+    assert tuple(parts.rows) == PARTS
+    np.testing.assert_array_equal(
+        np.sort([*np.concatenate([*parts.rows.values()])]), range(len(labels))
+    )
+    for number, (part, rows) in enumerate(parts.rows.items()):
+        np.testing.assert_array_equal(np.flatnonzero(parts.part_of == number), np.sort(rows))
+        assert parts.positives[part] == labels[rows].sum()
+        assert (np.diff(rows.astype(int)) > 0).all() == (part != "train")
+    train = parts.rows["train"]
+    assert abs(np.corrcoef(train, np.arange(len(train)))[0, 1]) < 0.25
 
 
-@pytest.mark.parametrize("kind", ["random", "sequential", "time"])
+shares = st.sampled_from((0, 0.1, 0.25, 1 / 3, 0.5))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(("random", "sequential")), st.integers(1_000, 1_300), shares, shares)
+def test_sizes_are_exact(kind, n, test, valid):
+    """Of all rows the test part; of the others the validation part."""
+    labels = np.arange(n) % 2
+    parts = split_by(kind, test, valid, labels=labels)
+    check_parts(parts, labels)
+    tested = int(n * test + 0.5)
+    validated = int((n - tested) * valid + 0.5)
+    sizes = {"train": n - tested - validated, "valid": validated, "test": tested}
+    assert {part: len(rows) for part, rows in parts.rows.items()} == sizes
+    assert parts.boundaries == {}
+    if kind == "sequential":
+        assert parts.rows["test"].tolist() == [*range(n - tested, n)]
+        assert parts.rows["valid"].tolist() == [*range(n - tested - validated, n - tested)]
+    else:
+        for rows in parts.rows.values():  # from all over
+            assert not len(rows) or abs(rows.mean() - n / 2) < n / 5
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(20, 400), shares, shares, st.integers(0, 99), st.booleans())
+def test_the_latest_times_are_the_tests_and_those_before_the_validations(
+    distinct, test, valid, seed, dates
+):
+    """No time is in two parts, so that each share is the nearest possible one."""
+    random, n = np.random.default_rng(seed), 1_000
+    instants = random.choice(10**6, distinct, replace=False)[random.integers(0, distinct, n)]
+    instants = instants + 1_700_000_000_000_000  # microseconds: 16 digits
+    times = pa.array(instants, pa.timestamp("us", "UTC") if dates else pa.float64())
+    labels = np.argsort(np.argsort(instants, kind="stable")) % 2  # both, whatever the part
+    parts = split_by("time", test, valid, labels=labels, times=times)
+    check_parts(parts, labels)
+    rest = np.arange(n)
+    for part, share in (("test", test), ("valid", valid)):
+        rows = parts.rows[part]
+        assert bool(len(rows)) == bool(share) == (part in parts.boundaries)
+        if not share:
+            continue
+        held, wanted = instants[rest], share * len(rest)
+        sizes = [np.count_nonzero(held >= time) for time in np.unique(held)[1:]]
+        assert abs(len(rows) - wanted) == np.abs(np.subtract(sizes, wanted)).min()
+        rest = np.setdiff1d(rest, rows)
+        assert instants[rest].max() < instants[rows].min()
+        said = parts.boundaries[part]
+        if dates:
+            assert said.endswith(" UTC")
+            assert pd.Timestamp(said[:-4]).value // 1_000 == instants[rows].min()
+        else:
+            assert said == str(instants[rows].min())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_files_are_their_part(kind):
+    """They are the last rows; a share is one of the others."""
+    times = pa.array(np.random.default_rng(0).permutation(1_000), pa.float64())
+    both = split_by(kind, ("t",), ("v",), files={"valid": 200, "test": 100}, times=times)
+    check_parts(both, LABELS)
+    assert both.rows["valid"].tolist() == [*range(700, 900)]
+    assert both.rows["test"].tolist() == [*range(900, 1_000)]
+    for part, share in (("test", "valid"), ("valid", "test")):
+        held_out = {part: ("f",), share: 0.1}
+        parts = split_by(kind, **held_out, files={part: 200}, times=times)
+        check_parts(parts, LABELS)
+        assert parts.rows[part].tolist() == [*range(800, 1_000)]
+        of_share, others = parts.rows[share], parts.rows["train"]
+        assert len(of_share) == 80
+        if kind == "time":
+            late = times.to_numpy()
+            assert late[of_share].min() > late[others].max()
+            assert parts.boundaries[part] == f"{late[800:].min():.0f}"
+        if kind == "sequential":
+            assert of_share.min() > others.max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_order_is_the_seeds(kind):
-    np.testing.assert_array_equal(split_by(kind).train, split_by(kind).train)
-    assert (split_by(kind).train != split_by(kind, seed=4).train).any()
+    same, again, other = split_by(kind), split_by(kind), split_by(kind, seed=4)
+    for part, rows in same.rows.items():
+        np.testing.assert_array_equal(rows, again.rows[part])
+    assert (same.rows["train"] != other.rows["train"]).any()
+    np.testing.assert_equal((same.part_of != other.part_of).any(), kind == "random")
 
 
-def test_labels_of_one_kind_are_refused():
-    with pytest.raises(
-        UserError, match=r"the test part has 0 rows with label 0 and 250 with label 1, column 'y'"
-    ):
-        split_rows(
-            Split("sequential", 0.25), LABELS | (np.arange(1_000) >= 750), None, seed=0, label="y"
-        )
-
-
-def test_times_are_numbers_or_text():
-    """Each number is later than the text of the one before; text sorts as text."""
-    labels, codes = LABELS | (np.arange(1_000) >= 750), np.arange(1_000, dtype=np.int32) % 3
-    for texts, latest in ((["9", "10", "-1e3"], {1}), (["d9", "d10", "d2"], {0})):
-        times = codes, pa.array(texts)
-        parts = split_rows(Split("time", 0.3, "t"), labels, times, seed=0, label="y")
-        assert set(codes[parts.test]) == latest
-    times = codes, pa.array(["9", "10", "noon"])
-    with pytest.raises(UserError, match="column 't' has times that are numbers, and 'noon'"):
-        split_rows(Split("time", 0.3, "t"), labels, times, seed=0, label="y")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"labels": LABELS | (np.arange(1_000) >= 750)},
+            "the test part has 0 rows with label 0 and 250 with label 1, column 'y'",
+        ),
+        (
+            {"labels": LABELS * ((np.arange(1_000) < 600) | (np.arange(1_000) >= 750))},
+            "the validation part has 150 rows with label 0 and 0 with label 1, column 'y'",
+        ),
+        (
+            {"labels": LABELS | (np.arange(1_000) < 600)},
+            "the training part has 0 rows with label 0 and 600 with label 1, column 'y'",
+        ),
+        ({"test": 1e-9}, "the test part has 0 rows with label 0 and 0 with label 1"),
+        (
+            {"valid": ("empty",), "files": {"valid": 0}},
+            "the validation part has 0 rows with label 0 and 0 with label 1",
+        ),
+        (
+            {"kind": "time", "times": pa.array(np.arange(1_000) // 500, pa.float64())},
+            "all 500 rows to divide have the same time, column 't'",  # once those of the test left
+        ),
+    ],
+)
+def test_a_part_needs_both_labels_and_two_times(change, words):
+    with pytest.raises(UserError, match=words):
+        split_by(**{"kind": "sequential", **change})

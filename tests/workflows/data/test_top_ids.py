@@ -33,7 +33,7 @@ def criteo(tmp_path_factory):
     """Raw rows of a synthetic Criteo log, prepared, and its top 3."""
     home = tmp_path_factory.mktemp("criteo")
     write_synthetic("criteo", home / "train.txt", rows=4_000, seed=1, cardinality=300)
-    spec = dataclasses.replace(CRITEO, split=Split("sequential", 0.25))
+    spec = dataclasses.replace(CRITEO, split=Split("sequential", 0.25, valid=0))
     data = prepare(spec, [home / "train.txt"], home / "data", progress=False)
     assert main(["frequencies", str(data.path), "--top-k", "3", "--out", str(home / "top3")]) == 0
     types = dict.fromkeys(CRITEO.categorical, str)
@@ -119,7 +119,8 @@ def test_counts_of_the_top_k_data(data, top3, field):
 
 def test_the_folder_is_whole_and_says_where_it_is_from(data, top3):
     assert {p.name for p in top3.path.iterdir()} == {
-        *(".merlin", "counts", "prepare.json", "schema.pbtxt", "test", "train", "workflow")
+        *(".merlin", "counts", "prepare.json", "schema.pbtxt"),
+        *("test", "train", "valid", "workflow"),
     }
     assert top3.record["derived_from"] == {"path": str(data.path), "top_k": 3}
     assert (top3.rows, top3.seed, top3.spec) == (data.rows, data.seed, data.spec)

@@ -56,8 +56,11 @@ class Split:
                 raise UserError(
                     f"split.{name} must be a share from 0 to below 1, or files. Received: {value!r}"
                 )
-        if self.time_format is not None and self.kind != "time":
-            raise UserError("split.time_format is for split.kind 'time'. Leave it out")
+        if self.time_format is not None and (self.kind, type(self.time_format)) != ("time", str):
+            raise UserError(
+                "split.time_format must be a strptime format, for split.kind 'time' only. "
+                f"Received: {self.time_format!r} with split.kind {self.kind!r}"
+            )
         if self.kind not in SPLIT_KINDS:
             kinds = quoted(SPLIT_KINDS)
             raise UserError(f"split.kind must be one of {kinds}. Received: {self.kind!r}")

@@ -74,7 +74,7 @@ def split_rows(
     positives, boundaries = {}, {}
     for part, of_part in rows.items():
         ones = int(np.count_nonzero(labels[of_part]))
-        if not 0 < ones < len(of_part) and (len(of_part) or part in ("train", *given)):
+        if not 0 < ones < len(of_part) and (part == "train" or getattr(split, part)):
             raise UserError(
                 f"the {TITLES[part]} part has {len(of_part) - ones:,} rows with label 0 and "
                 f"{ones:,} with label 1, column {label!r}. Both must occur: give more rows, or "
@@ -107,6 +107,6 @@ def latest(times: np.ndarray, share: float, column: str | None) -> np.ndarray:
 
 def _time_text(time: Any) -> str:
     if isinstance(time, float):
-        return f"{time:.15g}"
+        return repr(time).removesuffix(".0")
     text = pd.Timestamp(time).isoformat(sep=" ", timespec="auto").removesuffix("+00:00")
     return f"{text.removesuffix(':00')} UTC"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,7 +22,7 @@ from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 ID_TYPE = pa.dictionary(pa.int32(), pa.string())
 TIME = "\0time"  # the batch column of the split's times
 UTC = pa.timestamp("us", "UTC")
-_ISO_8601 = r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d([.,]\d+)?)?(Z|[+-]\d\d:?\d\d)?)?"
+_ISO_8601 = r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d([.,]\d+)?)?(Z|[+-]\d\d(:?\d\d)?)?)?"
 EXACT = {16: 2**11, 32: 2**24, 64: 2**53}  # bits of a float → from where integers share a float
 
 
@@ -190,11 +191,13 @@ class Source(abc.ABC):
     def _times(self, column: pa.Array, name: str, place: Callable[[int], str]) -> pa.Array:
         """Times as float64, if they are numbers, or as timestamps in UTC."""
         times, layout = column, self.spec.split.time_format
-        if pa.types.is_dictionary(column.type) or is_text(column.type):
+        if pa.types.is_temporal(column.type):
+            times = column.cast(pa.timestamp("us"), safe=False).cast(UTC)
+        elif pa.types.is_dictionary(column.type) or is_text(column.type):
             texts = with_nulls(column.cast(pa.string()), self.spec.null_values).dictionary_encode()
             times = parsed_times(texts.dictionary.to_pandas(), layout).take(texts.indices)
-        elif pa.types.is_temporal(column.type):
-            times = column.cast(pa.timestamp("us"), safe=False).cast(UTC)
+        elif layout:  # 01092024 as an integer may be 1 or 10 September
+            raise ValueError(f"it is {column.type}, not text in the time_format {layout!r}")
         else:
             times = pc.if_else(pc.is_finite(column.cast(pa.float64(), safe=False)), column, None)
             times = times.cast(pa.float64(), safe=False)
@@ -260,9 +263,9 @@ def ids_as_text(ids: pa.Array, is_list: bool, null_values: Sequence[str] = ()) -
 def parsed_times(texts: pd.Series, layout: str | None) -> pa.Array:
     """Times of (n,) text, null where it is none: numbers, or by ISO 8601 or a strptime format."""
     if layout is None:
-        numbers = pd.to_numeric(texts, errors="coerce")
-        if numbers.notna().all():
-            return pa.array(numbers, pa.float64())
+        numbers = pd.to_numeric(texts, errors="coerce").replace([np.inf, -np.inf], np.nan)
+        if numbers.notna().any():  # the others are null
+            return pa.array(numbers, pa.float64(), from_pandas=True)
         texts = texts.where(texts.str.fullmatch(_ISO_8601))
     times = pd.to_datetime(texts, format=layout, utc=True, errors="coerce")
     return pa.array(times, UTC, safe=False)
