@@ -67,10 +67,6 @@ def test_the_table_shows_the_results(shown, results):
 
 def test_the_page_shows_the_results(shown, results):
     page = (shown[0] / "demo.html").read_text()
-    base, *rules = (result["auc"] for result in results.values())
-    headline = page[page.index('class="headline"') :].splitlines()[0]
-    assert f"the base&#39;s {base:.4f}: none {rules[0] - base:+.4f}, linear " in headline
-    assert ("loses some with no rule" in headline) == (min(rules) >= base - 0.002)
     assert not re.findall(r'(?:src|@import|url)\s*[=(]\s*["\']?(?:https?:)?//', page)
     assert all((shown[0] / link).is_file() for link in Page(page).links)
     assert page.count("<svg") == 2
@@ -80,6 +76,26 @@ def test_the_page_shows_the_results(shown, results):
         metrics = pd.read_csv(shown[0] / name / "metrics.csv")
         aucs = " | ".join(f"{auc:.4f}" for auc in metrics.valid_auc)
         assert f"| {name} | {aucs} |" in text
+
+
+def test_no_conclusion_from_few_steps(shown, results):
+    rows, size = results["base"]["config"]["rows"]["train"], SMALL[-1].batch_size
+    steps = math.ceil(rows / size)
+    assert steps < 30
+    few = f"No conclusion: at batch size {size} an epoch has only {steps} steps. With fewer than 30"
+    page = (shown[0] / "demo.html").read_text()
+    for said in (shown[1], page[page.index('class="headline"') :].splitlines()[0]):
+        assert few in said
+        assert "keeps its accuracy" not in said
+
+
+def test_the_conclusion():
+    """A rule keeps the base's AUC if it loses at most 0.002."""
+    assert module._conclusion([0.77, 0.761, 0.75, 0.7681, 0.772]) == (
+        "A batch 8 times as large keeps its accuracy with √-scaling with falling rates and "
+        "CowClip, and loses some with no scaling and linear scaling. Test AUC against the base's "
+        "0.7700: none -0.0090, linear -0.0200, sqrt -0.0019, cowclip +0.0020."
+    )
 
 
 def test_single_runs_are_compared(shown, results, tmp_path):

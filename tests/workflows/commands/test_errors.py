@@ -7,6 +7,7 @@ raw logs and prepared folders in test_bad_logs.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -92,7 +93,7 @@ REFUSED = {
     "train RUN --out OUT": "is not a whole prepared folder: cannot read prepare.json",
     f"{TRAIN} --config NOWHERE": "--config must be a JSON file or a run folder",
     f"{TRAIN} --config EMPTY": "a run to resume must have its configuration",
-    f"{TRAIN} --tuned NOWHERE": "a tune must be a folder",
+    f"{TRAIN} --tuned NOWHERE": "NOWHERE is no tuning study: no tune.json",
     "train --resume NOWHERE": "must have its configuration … NOWHERE",
     "train --resume EMPTY": "a run to resume must have its configuration … config.json",
     "train --resume RUN --mlp 8": "goes with DATA, --epochs, --max-minutes and --quiet alone",
@@ -103,9 +104,9 @@ REFUSED = {
     f"{TUNE} --batch-size 64 --held-out 0.008": "held-out rows must have labels of 0 and of 1",
     f"{TUNE} --batch-size 141": "must not exceed the training rows … 141, 140 rows … smaller",
     f"{TUNE} --batch-size 138": "must not exceed the training rows … 138, 126 rows … smaller",
-    f"{TUNE} --batch-size 64 --base NOWHERE": "a tune must be a folder … merlin-cowclip tune",
+    f"{TUNE} --batch-size 64 --base NOWHERE": "NOWHERE is no tuning study",
     f"{TUNE} --batch-size 64 --base NOWHERE --l2 1": "--base excludes the other … Leave one out",
-    "tune DATA --batch-size 64 --quiet --out RUN": "a tune must be a folder with tune.json",
+    "tune DATA --batch-size 64 --quiet --out RUN": "no tuning study: … to begin one a new folder",
     # sweep, report
     f"{SWEEP} 32,32": "batch_sizes must rise … [32, 32]",
     f"{SWEEP} 32,141": "must not exceed the training rows … 141, 140 rows",
@@ -313,6 +314,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "to come": (result(lambda r: r.update(format=99)), "format 99 instead of 2 … Train again"),
     "no value": (result(lambda r: r.pop("manifest")), "as it was … manifest … Train again"),
     "no graph": (lambda r: (r / GRAPH).unlink(), f"{KEPT} … {GRAPH} … gone"),
+    "half its weights": (
+        lambda r: os.truncate(next(r.glob("checkpoints/step-*/state.data-*")), 100),
+        "checkpoints/step-0000000003/state is damaged",
+    ),
+    "a failed run": (
+        lambda r: (r / "result.json").rename(r / "failed.json").write_text('{"error": "no disk"}'),
+        "run failed: no disk. Resume: merlin-cowclip train --resume",
+    ),
     "a bit": (changed(ITEMS), f"{KEPT} … {ITEMS} … content"),
 }
 
@@ -497,5 +506,6 @@ def test_what_was_tuned(toy_data, tuned, tmp_path):
         (tuned / "tune.json").write_text(json.dumps({**record, **change}))
         check([*sweep, "--base", tuned], words, tmp_path)
     (tuned / "tune.json").write_text(json.dumps(record))
+    check([*argv, "--preset", "none"], "--tuned excludes --preset", tmp_path)
     (tuned / "result.json").unlink()
-    check(argv, "a folder with result.json … did not end … merlin-cowclip tune", tmp_path)
+    check(argv, "tune did not end. Resume it: merlin-cowclip tune DATA", tmp_path)

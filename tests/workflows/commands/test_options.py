@@ -159,6 +159,33 @@ def test_values_of_a_base_stay_at_the_base():
     assert base_fields(config.base)["base_batch_size"] == 128 * K
 
 
+def test_a_file_goes_before_the_papers_values_and_options_before_both(tmp_path, monkeypatch):
+    """What a file leaves out stays the data's preset; each origin is named."""
+    monkeypatch.chdir(tmp_path)
+
+    def of(content: dict, options: str = "") -> tuple[TrainConfig, str]:
+        (tmp_path / "c.json").write_text(json.dumps(content))
+        return train_config(params(f"train d --out r --config c.json {options}"), data_of("avazu"))
+
+    paper = "the paper's values for avazu at batch size 1,024"
+    config, source = of({"dense_lr": 3e-4, "l2": 0.5, "epochs": 2}, "--l2 1e-6")
+    assert config.base == preset("avazu", K).replace(dense_lr=3e-4, l2=1e-6)
+    assert config.epochs == 2
+    assert source == f"{paper}; dense_lr, epochs of c.json; l2 as given"
+    config, source = of({"mlp": [8], "batch_size": 8 * K})
+    assert config.hyperparameters == preset("avazu", 8 * K)
+    assert source == "the paper's values for avazu at batch size 8,192; mlp, batch_size of c.json"
+    config, source = of({"rule": "linear"})
+    assert config.base == recipe("linear")
+    assert source.endswith("has no values for avazu; rule of c.json")
+    assert of({"epochs": 2}, "--preset none")[0] == TrainConfig(epochs=2)
+    whole = TrainConfig(l2=1e-3)
+    assert of(whole.to_dict()) == (whole, "values of c.json")
+    assert of(whole.to_dict(), "--l2 1e-5") == (TrainConfig(), "values of c.json; l2 as given")
+    with pytest.raises(UserError, match="batch_size must be .* Received: '8K'"):
+        of({"batch_size": "8K"})
+
+
 def test_a_warm_start_of_fewer_epochs_ends_its_schedules(tmp_path):
     falling = {"name": "linear", "to": 0.0, "epochs": 3.0}
     was = TrainConfig(epochs=3, warmup_epochs=1.5, dense_schedule=falling, l2=1e-6)

@@ -1,8 +1,11 @@
 """Checkpoints: what stays, what is whole, and the best epoch's model from one."""
 
 import dataclasses
+import errno
 import json
+import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import tensorflow as tf
 
 from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.plugins.optimizers.state import weights_of
+from merlin_cowclip.workflows.commands.prediction import said_of
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State, _write
 from merlin_cowclip.workflows.training.configuration import (
@@ -126,6 +130,9 @@ def test_early_stopping(data, tmp_path):
     for part, measured in (("valid", stopped.result["epochs"][-3]), ("test", stopped.result)):
         auc = evaluate(best, Loader(data, part, batch_size=256)).auc
         assert auc == pytest.approx(measured[{"valid": "valid_auc", "test": "auc"}[part]], abs=1e-6)
+    words = f"run is finished after {len(stopped.result['epochs'])} of 9 epochs. Early stopping"
+    with pytest.raises(UserError, match=words):
+        resume(out, progress=False)
     assert resume(out, epochs=20, progress=False).result["epochs"] == stopped.result["epochs"]
 
 
@@ -177,6 +184,25 @@ def test_a_finished_run_without_checkpoints_stays_as_it_was(run, tmp_path):
     assert Run.open(path).result == run.result
 
 
+def test_an_older_checkpoint_is_used_for_a_damaged_one(run, tmp_path):
+    """With a warning, and what is printed says which; without an older one, an error names it."""
+    copy = Run.open(shutil.copytree(run.path, tmp_path / "run"))
+    best, last = steps_of(copy)
+    weights = f"checkpoints/step-{last:010}/state.data-00000-of-00001"
+    halve(copy.path / weights)
+    with pytest.warns(Notice, match=f"{last:010}/state is damaged.* after update {best}$"):
+        model = copy.model()
+    expected = weights_of(run.model("best"))
+    for name, weight in weights_of(model).items():
+        np.testing.assert_array_equal(weight, expected[name])
+    assert said_of(copy, "last") == f"by the checkpoint after update {best}"
+    assert said_of(copy, "best").startswith("by the best checkpoint, epoch ")
+    halve(copy.path / weights.replace(f"{last:010}", f"{best:010}"))
+    for which, step in (("last", last), ("best", best)):
+        with pytest.raises(UserError, match=f"{step:010}/state is damaged.*Read less bytes"):
+            copy.model(which)
+
+
 # What is whole
 
 
@@ -197,13 +223,19 @@ def flip(path):
     path.write_bytes(content)
 
 
+def halve(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
 DAMAGES = {
+    "half its weights": (lambda p: halve(p / "state.data-00000-of-00001"), "Read less bytes than"),
+    "half its index": (lambda p: halve(p / "state.index"), "is damaged, or "),
     "a flipped bit": (
         lambda p: flip(p / "state.data-00000-of-00001"),
         "is damaged, or of another network: ",
     ),
     "a file gone": (lambda p: (p / "state.index").unlink(), "is damaged, or "),
-    "half its progress": (lambda p: (p / "progress.json").write_text('{"st'), "cannot be read: "),
+    "half its progress": (lambda p: (p / "progress.json").write_text('{"st'), "is damaged, or "),
 }
 
 
@@ -221,9 +253,55 @@ def test_what_is_damaged_is_named_and_the_one_before_it_taken(written, damage):
     assert "step-0000000030" in str(warning.message)
     assert words in str(warning.message)
     assert sorted(p.name for p in checkpoints.folder.iterdir()) == [
-        "step-0000000010",
-        "step-0000000020",
+        f"step-00000000{n}" for n in (10, 20, 30)
     ]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_stays_until_its_step_is_saved_again(written, damage):
+    """It does not count among those that are kept."""
+    checkpoints, variable = written
+    DAMAGES[damage][0](checkpoints.path(30))
+    again, state = Checkpoints(checkpoints.folder, keep=1), State({"weight/0000": variable})
+    with pytest.warns(Notice):
+        assert again.restore_last(state).step == 20
+    variable.assign(tf.fill([1000], 25.0))
+    again.save(25, state, {"epochs": []})
+    assert again.steps() == [25, 30]
+    variable.assign(tf.fill([1000], 31.0))
+    again.save(30, state, {"epochs": []})
+    assert [p.name for p in checkpoints.folder.iterdir()] == ["step-0000000030"]
+    variable.assign(tf.zeros([1000]))
+    assert again.restore_last(state).step == 30
+    np.testing.assert_array_equal(variable, np.full(1000, 31.0))
+
+
+def test_a_passing_error_removes_nothing(written, monkeypatch):
+    """Without memory nothing is restored; where the disk fails, the one before; then the last."""
+    checkpoints, variable = written
+    state, read = State({"weight/0000": variable}), tf.train.Checkpoint.read
+
+    def no_memory(checkpoint, prefix, *more):
+        if "step-0000000030" in prefix:
+            raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
+        return read(checkpoint, prefix, *more)
+
+    def no_disk(path, *more, **options):
+        if "step-0000000030" in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read_text(path, *more, **options)
+
+    monkeypatch.setattr(tf.train.Checkpoint, "read", no_memory)
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="OOM"):
+        checkpoints.restore_last(state)
+    monkeypatch.undo()
+    read_text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", no_disk)
+    with pytest.warns(Notice, match="Input/output error"):
+        assert checkpoints.restore_last(state).step == 20
+    monkeypatch.undo()
+    assert checkpoints.restore_last(state).step == 30
+    assert checkpoints.steps() == [10, 20, 30]
 
 
 def test_a_run_without_a_readable_checkpoint_stays_as_it_is(written):

@@ -61,7 +61,7 @@ def test_killed_at_each_place(runs, reference):
         assert_same(run, reference, place)
     done = runs.go_on(run)
     assert done.returncode == 2
-    assert "which has all of its 2 epochs" in done.stderr
+    assert "is finished after 2 of 2 epochs" in done.stderr
     assert_same(run, reference)
     Run.open(run)
 

@@ -1,5 +1,7 @@
 """The watch: what is not finite ends a run in time, and is told for what it is."""
 
+import datetime
+import json
 import re
 
 import numpy as np
@@ -14,7 +16,8 @@ from merlin_cowclip.workflows.training.configuration import (
     TrainConfig,
     base_fields,
 )
-from merlin_cowclip.workflows.training.train import train
+from merlin_cowclip.workflows.training.runs import Run
+from merlin_cowclip.workflows.training.train import resume, train
 
 pytestmark = pytest.mark.usefixtures("graphs_as_traced")
 
@@ -36,14 +39,44 @@ def trained(data, out, base=BASE, **options):
     ],
 )
 def test_a_rate_that_diverges(data, tmp_path, rates, named):
-    """Before the first checkpoint: nothing is left."""
+    """Before the first checkpoint: the folder stays with its logs, and says why it failed."""
     with pytest.raises(UserError) as raised:
         trained(data, tmp_path / "run", BASE.replace(clip=None, **rates))
     message = str(raised.value)
     assert re.search(r"Received: loss \w+ (in|between) updates? .*, epoch \d", message)
     assert "The run diverged, with " in message
     assert named in message
-    assert not (tmp_path / "run").exists()
+    run = tmp_path / "run"
+    failed = json.loads((run / "failed.json").read_text())
+    assert failed["error"] == message
+    assert (failed["step"], failed["epoch"]) == (10, 1)  # before the first checkpoint
+    when = datetime.datetime.strptime(failed["time"], "%Y-%m-%dT%H:%M:%S%z")
+    assert abs(datetime.datetime.now(datetime.timezone.utc) - when).total_seconds() < 600
+    assert list((run / "logs").iterdir())
+    assert not Checkpoints(run / "checkpoints").steps()
+    with pytest.raises(UserError) as raised:
+        Run.open(run)
+    assert str(raised.value).startswith(f"{run} failed: {message}. Resume: merlin-cowclip train ")
+
+
+def test_a_failed_run_is_resumed(data, tmp_path, monkeypatch):
+    """Here from its beginning; the record of the failure is gone then."""
+    see, run = nan_check.NanCheck.see, tmp_path / "run"
+
+    def failing(self, step, loss):
+        see(self, step, loss)
+        if step == 5:
+            raise RuntimeError("broken")
+
+    monkeypatch.setattr(nan_check.NanCheck, "see", failing)
+    options = {"model": "lr", "embedding_dim": None, "mlp": None, "epochs": 1, "batch_size": 512}
+    with pytest.raises(RuntimeError, match="broken"):
+        trained(data, run, **options)
+    failed = json.loads((run / "failed.json").read_text())
+    assert (failed["error"], failed["step"], failed["epoch"]) == ("broken", 5, 1)
+    monkeypatch.undo()
+    assert len(resume(run, progress=False).result["epochs"]) == 1
+    assert not (run / "failed.json").exists()
 
 
 @pytest.mark.parametrize("value", [np.nan, pytest.param(-np.inf, marks=pytest.mark.extended)])

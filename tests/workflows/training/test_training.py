@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import numpy as np
 import pandas as pd
@@ -16,6 +17,7 @@ from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training import loader as loader_module
+from merlin_cowclip.workflows.training import trainer
 from merlin_cowclip.workflows.training.configuration import (
     CheckpointConfig,
     TrainConfig,
@@ -266,6 +268,28 @@ def test_deferred_is_exact(run, data, home):
     rows = next(iter(Loader(data, "test", batch_size=512).dataset()))[0]
     found, expected = (one.model()(rows) for one in (deferred, run))
     np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+# What it prints
+
+
+def test_without_a_terminal_an_epoch_prints_lines(data, home, monkeypatch, capsys):
+    """Here after each update; without `progress`, and within the first minute, none."""
+    monkeypatch.setattr(trainer, "PRINT_EVERY", 0.0)
+    options = changed(model="lr", embedding_dim=None, mlp=None, epochs=1)
+    run = train(data, options, home / "printed", checkpointing=UNSAVED, progress=True)
+    lines = [line for line in capsys.readouterr().out.splitlines() if " step " in line]
+    pattern = r"\[epoch 1/1\] step (\d+)/8 \| loss (\d\.\d{4}) \| (\d+\.\d)k samples/s"
+    found = [re.fullmatch(pattern, line).groups() for line in lines]
+    assert [int(step) for step, _, _ in found] == list(range(1, 9))
+    epoch = run.result["epochs"][0]
+    assert float(found[-1][1]) == pytest.approx(epoch["train_loss"], abs=6e-5)
+    assert float(found[-1][2]) == pytest.approx(8 * 512 / epoch["seconds"] / 1000, abs=0.06)
+    for every, progress in ((0.0, False), (60.0, True)):
+        monkeypatch.setattr(trainer, "PRINT_EVERY", every)
+        out = home / f"printed-{progress}"
+        train(data, options, out, checkpointing=UNSAVED, progress=progress)
+        assert " step " not in capsys.readouterr().out
 
 
 # Options of the network and the optimizer

@@ -64,7 +64,14 @@ def test_what_cannot_go_on(run, reference, data, tmp_path, capsys):
     again = ["train", "--resume", run]
     with run_lock(run):
         refused(capsys, again, "one process at a time", str(run))
-    refused(capsys, ["train", "--resume", reference], "must not be finished", "--epochs N")
+    refused(
+        capsys, ["train", "--resume", reference], "is finished after 2 of 2 epochs", "--epochs N"
+    )
+    patient = shutil.copytree(reference, tmp_path / "patient")
+    config = json.loads((patient / "config.json").read_text())
+    (patient / "config.json").write_text(json.dumps({**config, "epochs": 6, "patience": 1}))
+    words = ("is finished after 2 of 6 epochs", "Early stopping ended it")
+    refused(capsys, ["train", "--resume", patient], *words)
     rows = pd.read_csv(data.path.parent / "log.csv", keep_default_na=False)
     rows.tail(3_000).to_csv(tmp_path / "log.csv", index=False)
     other = prepare(SPEC, [tmp_path / "log.csv"], tmp_path / "data", progress=False)

@@ -59,7 +59,7 @@ RUNS = (
 )
 
 
-@click.command("demo", cls=Command, example="demo --rows 20000")
+@click.command("demo", cls=Command, example="demo --rows 150000")
 @option("--out", type=PATH, help="folder to write", shown="runs/demo-TIME")
 @option("--rows", type=int, default=ROWS, metavar="N", help="synthetic rows")
 def demo_command(out: Path | None, rows: int) -> None:
@@ -81,6 +81,7 @@ def demo(out: Path, *, rows: int = ROWS) -> None:
     from merlin_cowclip.workflows.data.synthetic import write_synthetic
     from merlin_cowclip.workflows.folders import refuse_existing, refuse_pattern, remove
     from merlin_cowclip.workflows.study.report import compare
+    from merlin_cowclip.workflows.study.studies import few_steps
     from merlin_cowclip.workflows.training.configuration import TrainConfig
     from merlin_cowclip.workflows.training.train import train
 
@@ -120,7 +121,8 @@ def demo(out: Path, *, rows: int = ROWS) -> None:
             lines.append((run.name, f"{run.batch_size:,}", f"{steps:,}", f"{aucs[-1]:.4f}"))
             clip = f" {result['clip']}" if config.hyperparameters.clip else ""
             notes.append(f"{run.name}: {run.what}.{clip}")
-        headline = _conclusion(aucs)
+        few = few_steps(data.rows["train"], largest.batch_size)
+        headline = f"No conclusion: {few}" if few else _conclusion(aucs)
         compare(
             {run.name: out / run.name for run in RUNS},
             out / PAGE,

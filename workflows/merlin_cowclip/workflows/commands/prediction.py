@@ -36,6 +36,8 @@ checkpoint = option(
 def said_of(run: Run, which: str | None) -> str:
     """A network in words."""
     which = which or run.result["checkpoint"]
+    if which in run.replaced:
+        return f"by the checkpoint after update {run.replaced[which]:,}"
     epochs = len(run.result["epochs"])
     epoch = epochs if which == "last" else run.result["best_epoch"]
     return f"by the {which} checkpoint, epoch {epoch} of {epochs}"

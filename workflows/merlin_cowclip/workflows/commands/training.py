@@ -23,7 +23,7 @@ from merlin_cowclip.workflows.commands.options import (
     path,
     quiet,
 )
-from merlin_cowclip.workflows.errors import UserError, clipped
+from merlin_cowclip.workflows.errors import UserError, check_whole, clipped
 from merlin_cowclip.workflows.folders import refuse_existing
 from merlin_cowclip.workflows.study.studies import few_steps
 from merlin_cowclip.workflows.training.configuration import (
@@ -169,24 +169,27 @@ def _resume(values: Mapping[str, Any]) -> Run:
 def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainConfig, str]:
     """The configuration that options say, and where its hyperparameters come from.
 
-    An option goes before what a file, a run or a tune says, and these before the paper's values for
-    the data.
+    Later ones override earlier ones: the paper's values for the data, a file or run, options. A
+    tune, a run and a file that `TrainConfig.to_dict` wrote leave nothing to the paper's values.
     """
     options = given(values, (field.name for field in fields_of(TrainConfig)))
-    sources = [name for name in ("tuned", "config", "preset") if values[name] is not None]
-    if len(sources) > 1:
-        raise UserError(f"--{sources[0]} excludes --{sources[1]}. Leave one out")
+    others = [name for name in ("config", "preset") if values[name] is not None]
+    where, layer = values["tuned"] or values["config"], {}
     if values["tuned"] is not None:
-        found, source = _tuned(values["tuned"], data, options)
+        if others:
+            raise UserError(f"--tuned excludes --{others[0]}. Leave one out")
+        layer = _tuned(where, data, options)
     elif values["config"] is not None:
-        found, source = _read_config(values["config"]), f"values of {values['config']}"
-    elif values["warm_start"] is not None and not sources:
-        found, source = (
-            _warm_start(values["warm_start"], options),
-            f"values of {values['warm_start']}",
-        )
-    else:
-        found, source = _preset(values["preset"] or data.spec.name, options)
+        layer = _read_config(where)
+    elif values["warm_start"] is not None and not others:
+        where = values["warm_start"]
+        layer = _warm_start(where, options)
+    preset, source = _preset(values["preset"] or data.spec.name, {**layer, **options})
+    found = {**preset, **layer}
+    if set(BASE_FIELDS) <= set(layer):
+        source = f"values of {where}"
+    elif names := [name for name in layer if name not in options]:
+        source += f"; {', '.join(names)} of {where}"
     if own := [name for name in BASE_FIELDS if name in options]:
         source += f"; {', '.join(own)} as given"
     gone: set[str] = set()
@@ -205,9 +208,7 @@ def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainCo
     return config, source
 
 
-def _tuned(
-    folder: Path, data: PreparedData, options: Mapping[str, Any]
-) -> tuple[dict[str, Any], str]:
+def _tuned(folder: Path, data: PreparedData, options: Mapping[str, Any]) -> dict[str, Any]:
     """What a tune found, for its batch size, or for others by a rule."""
     from merlin_cowclip.workflows.study.tuned import Tuned
 
@@ -220,7 +221,7 @@ def _tuned(
             f"scales them to another. Received: --batch-size {options['batch_size']} without one. "
             "Name it, or tune at that batch size"
         )
-    return found.to_dict(), f"values of {folder}"
+    return found.to_dict()
 
 
 def _warm_start(run: Path, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +235,7 @@ def _preset(dataset: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], s
     """The paper's values for a data set, and what to say of them.
 
     Criteo's are those of the rules. Avazu's are not, so they are taken at the batch size itself, or
-    the nearest one in the table; where options give some of them, at their base.
+    the nearest one in the table; where `options` (of a file, too) give some of them, at their base.
     """
     if dataset == "criteo":
         return {}, "the paper's values for criteo"
@@ -249,8 +250,9 @@ def _preset(dataset: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], s
 
 def paper_values(dataset: str, rule: str, batch_size: int) -> Hyperparameters | None:
     """The paper's values for a data set and rule, at the nearest batch size that it has."""
+    check_whole("batch_size", batch_size, 1)
     table = {b: values for (d, r, b), values in PRESETS.items() if (d, r) == (dataset, rule)}
-    nearest = min(table, key=lambda b: abs(math.log(max(batch_size, 1) / b)), default=None)
+    nearest = min(table, key=lambda b: abs(math.log(batch_size) - math.log(b)), default=None)
     return None if nearest is None else table[nearest]
 
 

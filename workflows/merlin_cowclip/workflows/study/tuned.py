@@ -76,8 +76,9 @@ def _read(path: Path, name: str) -> dict[str, Any]:
         return dict(json.loads((path / name).read_text(encoding="utf-8")))
     except OSError:
         raise UserError(
-            f"a tune must be a folder with {name}. Received: {path}, no tune, or one that did not "
-            f"end. Begin or resume it with: merlin-cowclip tune DATA --out {path}"
+            f"{path} is no tuning study: no {RECORD}. Name a study, or to begin one a new folder"
+            if name == RECORD
+            else f"the study {path} did not end. Resume it: merlin-cowclip tune DATA --out {path}"
         ) from None
 
 

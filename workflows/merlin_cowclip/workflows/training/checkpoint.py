@@ -13,7 +13,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class Checkpoint:
         """Give these the values that all ranks had together: sharded tables are made whole."""
         paths = [self.path / _rows(rank) for rank in range(len(self.progress["own"]))]
         paths = [path for path in paths if path.with_name(f"{path.name}.index").exists()]
-        with _as_user_errors(self.path):
+        with raise_on_any_rank(), _as_user_errors(self.path):
             rows = [tf.train.load_checkpoint(str(path)) for path in paths]
             sharded = {n for n in variables if rows and rows[0].has_tensor(_key_in_file(n))}
             for name in sharded:
@@ -92,7 +92,7 @@ class Checkpoint:
                 for rank, reader in enumerate(rows):
                     whole[rank :: len(rows)] = reader.get_tensor(_key_in_file(name))
                 variables[name].assign(whole)
-        _read(self.path / _STATE, {n: v for n, v in variables.items() if n not in sharded})
+            _read(self.path / _STATE, {n: v for n, v in variables.items() if n not in sharded})
 
 
 class Checkpoints:
@@ -128,18 +128,20 @@ class Checkpoints:
             with raise_on_any_rank():
                 if ranks.rank == 0:
                     write_json(partial / _PROGRESS, record)
+                    if target.exists():  # it could not be read
+                        self._remove(step)
                     os.rename(partial, target)
-                    self._prune(best)
+                    for old in [one for one in self.steps() if one <= step][: -self._keep]:
+                        if old != best:
+                            self._remove(old)
         finally:
             if ranks.rank == 0:
                 remove(partial)
 
-    def _prune(self, best: int | None) -> None:
-        for old in self.steps()[: -self._keep]:
-            if old != best:  # hidden first: half a checkpoint is none
-                hidden = self.folder / f".{self.path(old).name}.old"
-                os.rename(self.path(old), hidden)
-                remove(hidden)
+    def _remove(self, step: int) -> None:
+        hidden = self.folder / f".{self.path(step).name}.old"  # first: half a checkpoint is none
+        os.rename(self.path(step), hidden)
+        remove(hidden)
 
     def steps(self) -> list[int]:
         """After which steps there is one, in order."""
@@ -153,35 +155,39 @@ class Checkpoints:
     def at(self, step: int) -> Checkpoint:
         """The one after `step` updates, as the first rank finds it."""
         path, progress = self.path(step), None
-        with raise_on_any_rank():
+        with raise_on_any_rank(), _as_user_errors(path / _PROGRESS):
             if rank_info().rank == 0:
-                try:
-                    progress = json.loads((path / _PROGRESS).read_text(encoding="utf-8"))
-                except (OSError, ValueError) as error:
-                    raise UserError(f"the checkpoint {path} cannot be read: {error}") from None
+                progress = json.loads((path / _PROGRESS).read_text(encoding="utf-8"))
         return Checkpoint(path, step, gather_objects(progress)[0])
 
-    def restore_last(self, state: State) -> Checkpoint | None:
-        """Restore the last one that can be read; those after it are removed, with a warning."""
+    def newest(self, read: Callable[[Checkpoint], Any], then: str, last: int | None = None) -> Any:
+        """The newest one that `read` can read, and what it returns; `None` if there is none.
+
+        The first to try is of the step `last`, by default the newest. A warning names each that
+        cannot be read, and says what is done, `then`. If none can be read, the first is raised.
+        """
+        steps = self.steps() if last is None else [*(s for s in self.steps() if s < last), last]
         problems: list[UserError] = []
-        if rank_info().rank == 0:
-            remove(*self.folder.glob(".step-*"))  # what was not written, or removed, to its end
-        for step in reversed(gather_objects(self.steps())[0]):
+        for step in reversed(gather_objects(steps)[0]):
             try:
                 checkpoint = self.at(step)
-                checkpoint.restore(state)
+                found = read(checkpoint)
             except UserError as error:
                 problems.append(error)
                 continue
             for problem in problems:
-                then = f"The run resumes from update {step:,}"
-                warnings.warn(f"{problem}. {then}", Notice, stacklevel=2)
-            if rank_info().rank == 0:
-                remove(*(self.path(other) for other in self.steps() if other > step))
-            return checkpoint
+                warnings.warn(f"{problem}. {then} update {step:,}", Notice, stacklevel=3)
+            return checkpoint, found
         if problems:
             raise problems[0]
         return None
+
+    def restore_last(self, state: State) -> Checkpoint | None:
+        """Restore the newest one that can be read; see `newest`."""
+        if rank_info().rank == 0:
+            remove(*self.folder.glob(".step-*"))  # what was not written, or removed, to its end
+        found = self.newest(lambda one: one.restore(state), "The run resumes from")
+        return found and found[0]
 
 
 def _rows(rank: int) -> str:
@@ -215,7 +221,9 @@ def _read(prefix: Path, variables: Mapping[str, tf.Variable]) -> None:
 def _as_user_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except (tf.errors.OpError, AssertionError, ValueError) as error:
+    except tf.errors.ResourceExhaustedError:  # says nothing of the checkpoint
+        raise
+    except (tf.errors.OpError, OSError, AssertionError, LookupError, ValueError) as error:
         raise UserError(
             f"the checkpoint {path} is damaged, or of another network: {clipped(str(error))}. If "
             "versions differ from the run's config.json, use those"

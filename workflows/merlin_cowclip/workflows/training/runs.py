@@ -10,7 +10,7 @@ import platform
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,11 @@ from merlin_cowclip.workflows.training.ranks import rank_info
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
-    from merlin_cowclip.workflows.training.checkpoint import Checkpoint
+    from merlin_cowclip.workflows.training.checkpoint import Checkpoint, Checkpoints
 
 FORMAT_VERSION = 2
 RESULT = "result.json"  # written last: without it the run did not finish
+FAILED = "failed.json"  # why the last training ended early: error, step, epoch, time
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 SCHEMA = "schema.pbtxt"
@@ -177,6 +178,7 @@ class Run:
 
     path: Path
     result: Mapping[str, Any]
+    replaced: dict[str, int] = field(default_factory=dict, compare=False)  # see `model`
 
     @classmethod
     def open(cls, path: str | Path, *, trust_workflow: bool = False) -> Run:
@@ -199,6 +201,9 @@ class Run:
                 f"{', prepared data: the run is named first' * is_data}"
             )
         if not (path / RESULT).exists():
+            if (path / FAILED).exists():
+                failed = json.loads((path / FAILED).read_text(encoding="utf-8"))
+                raise UserError(f"{path} failed: {failed['error']}. Resume: {how_to_resume(path)}")
             raise UserError(
                 f"a run must hold {RESULT}, which is written last. Received: {path}, a run that "
                 f"did not finish. Resume it: {how_to_resume(path)}"
@@ -301,22 +306,33 @@ class Run:
 
         Args:
           which: "last", or "best": after the epoch with the highest AUC on the validation part. By
-            default "best" of a run with patience, else "last".
+            default "best" of a run with patience, else "last". Where its checkpoint is damaged, an
+            older one is read, with a warning; `replaced` has its step.
 
         Raises:
-          UserError: another name, no epoch was measured, or its checkpoint is damaged.
+          UserError: another name, no epoch was measured, or its checkpoints are damaged.
         """
         with quiet_imports():
             from merlin_cowclip.workflows.training.builder import restored_model
-        return restored_model(
-            self.checkpoint(which), self.train_config(), self.path / SCHEMA, self.config
+        which = which or self.result["checkpoint"]
+        place, step = self._checkpoints(which)
+        found, model = place.newest(
+            lambda one: restored_model(one, self.train_config(), self.path / SCHEMA, self.config),
+            "Used instead: the checkpoint after",
+            step,
         )
+        if found.step != step:
+            self.replaced[which] = found.step
+        return model
 
     def checkpoint(self, which: str | None = None) -> Checkpoint:
         """The "last" checkpoint or the "best" one, as of `model`."""
+        place, step = self._checkpoints(which or self.result["checkpoint"])
+        return place.at(step)
+
+    def _checkpoints(self, which: str) -> tuple[Checkpoints, int]:
         from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 
-        which = which or self.result["checkpoint"]
         if which not in ("last", "best"):
             raise UserError(f"which must be one of last, best. Received: {which!r}")
         step = self.result["last_step" if which == "last" else "best_step"]
@@ -330,7 +346,7 @@ class Run:
                 f"{self.path} has no checkpoints, as the runs of a sweep. Train it again: "
                 f"merlin-cowclip train DATA --config {shlex.quote(str(self.path))} --out RUN"
             )
-        return Checkpoints(self.path / CHECKPOINTS).at(step)
+        return Checkpoints(self.path / CHECKPOINTS), step
 
     def workflow(self, *, trust: bool = False) -> Any:
         """The fitted `nvtabular.Workflow`. Loading runs code from the folder (cloudpickle).

@@ -70,8 +70,6 @@ def _sum(parts: Iterable[RowStatistics]) -> RowStatistics:
 def clip_sentence(fields: Sequence[FieldStatistics], clip: str | None) -> str:
     """A sentence on what the clip did to the ids of a run; shares are of the clipped fields."""
     clipped = [one for one in fields if one.is_clipped and one.steps]
-    if clip is None:
-        return "No clip."
     if not clipped:
         return "No table is clipped."
     whole = _sum(field.all for field in clipped)

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -41,6 +42,7 @@ from merlin_cowclip.workflows.training.runs import (
     CHECKPOINTS,
     COLUMNS,
     CONFIG,
+    FAILED,
     FORMAT_VERSION,
     RESULT,
     SCHEMA,
@@ -124,9 +126,10 @@ def train(
 
     After each epoch the exact AUC, log loss and calibration on the validation part are measured
     (None without one) and a checkpoint is written. The test part is measured once, after training:
-    with patience by the best epoch of the validation part, else by the last one. Until the first
-    checkpoint an error or an interrupt removes the folder; later it stays, and `resume` continues,
-    bit-identical to an uninterrupted run. The process's random seeds are set.
+    with patience by the best epoch of the validation part, else by the last one. An interrupt
+    before the first checkpoint, or an error before training, removes the folder. Later it stays, an
+    error is in `failed.json`, and `resume` continues, bit-identical to an uninterrupted run. The
+    process's random seeds are set.
 
     Args:
       data: the prepared folder.
@@ -248,10 +251,11 @@ def _reopened(
     config = with_epochs(was, epochs, run)
     if (run / RESULT).exists():
         if config == was:
-            raise UserError(
-                f"a run to resume must not be finished. Received: {run}, which has all of its "
-                f"{was.epochs} epochs. Raise them: {how_to_resume(run)} --epochs N"
-            )
+            ended = len(json.loads((run / RESULT).read_text(encoding="utf-8"))["epochs"])
+            remedy = f"To train longer: {how_to_resume(run)} --epochs N"
+            if ended < was.epochs:
+                remedy = "Early stopping ended it. Train another run with a larger --patience"
+            raise UserError(f"{run} is finished after {ended} of {was.epochs} epochs. {remedy}")
         if not Checkpoints(run / CHECKPOINTS).steps():
             raise UserError(
                 f"a finished run resumes from its last checkpoint. Received: {run}, without one. "
@@ -318,8 +322,7 @@ def _train(
     trainer.restore_last()
     with raise_on_any_rank():
         if is_rank_zero():
-            (run / RESULT).unlink(missing_ok=True)
-            remove(*run.glob(".*.partial"))  # what a killed process was writing
+            remove(run / RESULT, run / FAILED, *run.glob(".*.partial"))  # of processes before
             write_json(run / CONFIG, record)
     if record["warm_start"] and not trainer.step:
         other, keeps = record["warm_start"]
@@ -335,9 +338,17 @@ def _train(
             f"{sizes['network']:,} in the network: {run}{resumed}",
             flush=True,
         )
-    with stopping:
-        for _ in trainer.epochs():
-            pass
+    try:
+        with stopping:
+            for _ in trainer.epochs():
+                pass
+    except Exception as error:
+        step, epoch = trainer.step, -(-trainer.step // len(loader)) or 1
+        if is_rank_zero():
+            record = {"error": str(error) or repr(error), "step": step, "epoch": epoch}
+            with contextlib.suppress(OSError):  # the disk may be full
+                write_json(run / FAILED, {**record, "time": time.strftime("%FT%T%z")})
+        raise
     # By sums over all ranks, of sharded tables.
     clip = clip_sentence(trainer.statistics.total(), config.clip)
     result = None
@@ -355,14 +366,14 @@ def _train(
 
 @contextlib.contextmanager
 def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
-    """An error says how to resume the run; a new one without a checkpoint is removed."""
+    """An error says how to resume the run; a new run in which nothing was trained is removed."""
     try:
         yield
     except BaseException as error:
         if not is_rank_zero():  # the run is the first rank's
             raise
         is_saved = bool(Checkpoints(run / CHECKPOINTS).steps())
-        if new and not is_saved:
+        if new and not is_saved and not (run / FAILED).exists():
             remove(run)
         diverged = NotFiniteError in (type(error), type(error.__cause__))
         if isinstance(error, UserError) and is_saved and not diverged:

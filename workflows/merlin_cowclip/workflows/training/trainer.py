@@ -38,6 +38,7 @@ from merlin_cowclip.workflows.training.step_variables import StepVariables
 from merlin_cowclip.workflows.training.stopping import Stopping
 
 LOG_EVERY = 50  # updates between two points of TensorBoard's curves
+PRINT_EVERY = 60.0  # seconds between two lines of an epoch, where no bar shows it
 
 
 @dataclasses.dataclass
@@ -197,14 +198,14 @@ class Trainer:
             mean_loss(self.model).reset_state()
             self.statistics.reset()
         title = f"epoch {epoch + 1}/{self._config.epochs}"
-        bars = self._show and sys.stderr.isatty()  # in a log there is the line of each epoch
+        bars = self._show and sys.stderr.isatty()
         with progress_bar(title, steps, " batches", show=bars) as bar:
             bar.leave = False  # its line is the epoch's own
             bar.update(begin)
             # Seconds, once in each process, for however many rows: no time of training. It is held.
             if isinstance(function, tf.types.experimental.GenericFunction):  # else eager: no graph
                 function.get_concrete_function(batches)
-            before = time.perf_counter()
+            before = printed = time.perf_counter()
             for _ in range(begin, steps):
                 logs = function(batches)
                 self.step += 1
@@ -217,6 +218,11 @@ class Trainer:
                     bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
                     if self._run is not None:
                         self._logbook.scalars(self.step, self._tags(loss))
+                if self._show and not bars and now - printed >= PRINT_EVERY:
+                    printed, loss, done = now, float(logs["loss"]), self.step - epoch * steps
+                    speed = done * self._config.batch_size / self.progress.seconds / 1000
+                    line = f"step {done}/{steps} | loss {loss:.4f} | {speed:.1f}k samples/s"
+                    print(f"[{title}] {line}", flush=True)
                 if self.step % steps and self._stop_if_asked():  # an epoch's end is saved measured
                     self._save()
                 self._after_update()
