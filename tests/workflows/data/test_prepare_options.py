@@ -415,6 +415,8 @@ def test_files_as_parts(tmp_path, log, cut, capsys):
     filled = parts["train"]["price"].fillna(0)
     assert data.record["ranges"]["price"] == pytest.approx([filled.min(), filled.max()])
     report = data.report["fields"]
+    assert report["price"]["occurrences"] == 4_000
+    assert report["price"]["mean"] == pytest.approx(parts["train"]["price"].mean())
     for part in ("valid", "test"):
         raw, rows = parts[part].reset_index(drop=True), rows_of(data, part)
         expected = raw["user"].map(table["id"]).fillna(2).mask(raw["user"].isna(), 1)
