@@ -292,7 +292,7 @@ def dates(times):
 def iso_8601(times):
     """Local times of many zones: their text does not sort by time."""
     zones = (("Z", 0), ("+05:30", 330), ("-1100", -660), ("", 0), ("+14", 840))
-    layouts = ("%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S.000")
+    layouts = ("%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S.000000001")
     return [
         f"{time + pd.Timedelta(minutes=zones[i % 5][1]):{layouts[i % 3]}}{zones[i % 5][0]}"
         for i, time in enumerate(times)
@@ -306,7 +306,7 @@ def as_text(layout):
 FORMS = {  # of the times in two files
     "seconds": ("csv", seconds, seconds, None),
     "integers beside floats": ("parquet", seconds, lambda t: seconds(t).astype(float), None),
-    "s beside ns": ("parquet", stamps("s"), stamps("ns"), None),
+    "s beside ns": ("parquet", stamps("s"), lambda t: stamps("ns")(t + pd.Timedelta(1)), None),
     "ms beside us": ("parquet", stamps("ms"), stamps("us"), None),
     "zones": ("parquet", stamps("ms", "America/New_York"), stamps("us", "Asia/Kolkata"), None),
     "a zone beside none": ("parquet", stamps("ns", "Europe/Berlin"), stamps("s"), None),
@@ -329,7 +329,7 @@ def test_times_of_any_form_are_instants(tmp_path, form):
         if kind == "csv":
             pd.DataFrame(columns).to_csv(tmp_path / f"{i}.csv", index=False)
         else:
-            pq.write_table(pa.table(columns), tmp_path / f"{i}.parquet")
+            pq.write_table(pa.table(columns), tmp_path / f"{i}.parquet", version="2.6")
     split = Split("time", 0.2, "when", 0.25, layout)
     spec = DatasetSpec("times", "y", ("item",), format=kind, split=split)
     data = prepare(spec, [tmp_path / f"*.{kind}"], tmp_path / "out", progress=False)
@@ -360,8 +360,8 @@ MIXED = "column 'when' has numbers and dates. Write its times in one form"
             *("csv", ["31/01/2024", "30/02/2024"] * 200, "%d/%m/%Y"),
             "0.csv, line 3, .*: the time '30/02/2024' is not in the time_format '%d/%m/%Y'",
         ),
-        ("csv", [*[7] * 300, "noon", *[7] * 99], None, "1.csv, line 102, .*: the time 'noon' is"),
-        ("csv", [*[7] * 300, "inf", *[7] * 99], None, "1.csv, line 102, .*: the time 'inf' is"),
+        ("csv", [*[7] * 350, "noon", *[7] * 49], None, "1.csv, line 152, .*: the time 'noon' is"),
+        ("csv", [*[7] * 350, "inf", *[7] * 49], None, "1.csv, line 152, .*: the time 'inf' is"),
         ("parquet", [1092024] * 400, "%d%m%Y", "column 'when' of .*: it is int64, not text in"),
         ("csv", [7] * 200 + ["2024-09-09"] * 200, None, MIXED),
         ("csv", [7] * 100 + ["2024-09-09"] * 300, None, MIXED),  # in two blocks of one file
@@ -418,6 +418,8 @@ def test_files_as_parts(tmp_path, log, cut, capsys):
     filled = parts["train"]["price"].fillna(0)
     assert data.record["ranges"]["price"] == pytest.approx([filled.min(), filled.max()])
     report = data.report["fields"]
+    assert report["price"]["occurrences"] == 4_000
+    assert report["price"]["mean"] == pytest.approx(parts["train"]["price"].mean())
     for part in ("valid", "test"):
         raw, rows = parts[part].reset_index(drop=True), rows_of(data, part)
         expected = raw["user"].map(table["id"]).fillna(2).mask(raw["user"].isna(), 1)
