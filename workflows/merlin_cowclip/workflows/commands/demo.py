@@ -110,6 +110,7 @@ def demo(out: Path, *, rows: int = ROWS) -> None:
                 base_batch_size=base.batch_size,
                 **TUNED,
                 epochs=EPOCHS,
+                patience=EPOCHS,  # so that the validation part chooses the epoch
                 seed=SEED,
                 dense_schedule=run.schedule,
                 embedding_schedule=run.schedule,

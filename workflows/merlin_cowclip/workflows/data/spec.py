@@ -34,7 +34,8 @@ class Split:
         kind: "random" draws rows with the seed; "sequential" takes the last rows; "time" takes the
             rows with the latest times. A time is in one part only, so a share is the nearest
             possible one.
-        test: share of the rows, from 0 to below 1, or files that have the test rows.
+        test: share of the rows, from 0 to below 1, or files that have the test rows. Relative paths
+            begin at the working folder.
         column: for "time", the column of times: numbers, timestamps (without a zone: UTC), ISO 8601
             text, or text in `time_format`. It may also be an input of the model.
         valid: share of the rows that are not test rows, or files that have the validation rows.
@@ -52,7 +53,7 @@ class Split:
             value = getattr(self, name)
             if _are_texts(value) and value:
                 object.__setattr__(self, name, tuple(value))
-            elif not isinstance(value, (int, float)) or not 0 <= value < 1:
+            elif type(value) not in (int, float) or not 0 <= value < 1:
                 raise UserError(
                     f"split.{name} must be a share from 0 to below 1, or files. Received: {value!r}"
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from merlin_cowclip.workflows.data.counts import read_counts
 from merlin_cowclip.workflows.data.prepare.executor import THREADS
 from merlin_cowclip.workflows.data.prepare.fit import write_ids
 from merlin_cowclip.workflows.data.prepare.statistics import MISSING, PADDING, UNKNOWN, IdStatistics
-from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData, write_record
+from merlin_cowclip.workflows.data.prepared_data import ORDER, PARTS, PreparedData, write_record
 from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing
 from merlin_cowclip.workflows.progress import progress_bar
@@ -75,6 +76,8 @@ def keep_top_ids(
             ):
                 for _ in pool.map(rewrite, files):
                     bar.update()
+        if (data.path / ORDER).exists():  # rows keep their order
+            shutil.copyfile(data.path / ORDER, folder / ORDER)
         record = {
             **data.record,
             "spec": spec.to_dict(),

@@ -203,12 +203,12 @@ class Source(abc.ABC):
             times = times.cast(pa.float64(), safe=False)
         if times.null_count:
             row = pc.index(times.is_null(), True).as_py()
-            form = (
-                f"in the time_format {layout!r}" if layout else "a number, a timestamp or ISO 8601"
-            )
+            found = column[row].as_py()
+            form = f"in time_format {layout!r}" if layout else "a number, a timestamp or ISO 8601"
             raise UserError(
-                f"{self.path}, {place(row)}, column {name!r}: the time {column[row].as_py()!r} is "
-                f"not {form}. Correct the row, or set time_format in [split] (--time-format)"
+                f"{self.path}, {place(row)}, column {name!r}: the time "
+                f"{'is missing' if found in ('', None) else f'{found!r} is not {form}'}. Correct "
+                "the row, or set time_format in [split] (--time-format)"
             )
         return times
 
