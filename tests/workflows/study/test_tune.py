@@ -130,22 +130,6 @@ def test_a_lucky_trial_does_not_win(data, config, tmp_path, fake, monkeypatch):
     assert other["aucs"] == []
 
 
-def test_importance_of_the_hyperparameters(shared, data, config, tmp_path, fake):
-    """Only the two learning rates matter in this landscape; the rules' choices follow them."""
-    shares = shared.result["importance"]
-    assert next(iter(shares)) in ("dense_lr", "embedding_lr")
-    assert sum(shares.values()) == pytest.approx(1)
-    assert shares["update"] < 0.1
-    text = shared.tables()
-    measured = sum(trial["why"] != "pruned" for trial in shared.result["trials"])
-    assert f"Importance of the values, over {measured} trials" in text
-    assert "best found" in text
-    assert "cowclip" in text
-    few = tuned_by(data, config, tmp_path / "tune", trials=6, seeds=1)
-    assert few.result["importance"] is None
-    assert "too few trials to say (6; 10 at least)" in few.tables()
-
-
 def test_the_test_part_is_not_read(data, config, tmp_path, fake):
     source = PreparedData.open(shutil.copytree(data.path, tmp_path / "source"))
     shutil.rmtree(source.path / "test")

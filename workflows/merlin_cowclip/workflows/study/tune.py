@@ -32,7 +32,6 @@ from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.study.search_space import Point
 from merlin_cowclip.workflows.study.studies import few_steps
 from merlin_cowclip.workflows.study.tuned import (
-    FEWEST,
     FORMAT_VERSION,
     HEADER,
     RECORD,
@@ -467,7 +466,6 @@ class _Tuning:
         others = [row for row in rows if not row["rules"] and row is not best]
         of_rules = sorted((t for t in tried if t["rules"]), key=lambda t: -(t["auc"] or 0))
         done = [rule for one in of_rules for rule in one["rules"]]
-        importance, measured = self._importance()
         repeats = self.study.user_attrs.values()
         result = {
             "format": FORMAT_VERSION,
@@ -477,8 +475,6 @@ class _Tuning:
             "table": [{**best, "what": "best found"}, *others, *map(self._row, of_rules)],
             "not_tried": [rule for rule in self.config.rules if rule not in done],
             "at_the_edge": self.config.space.at_the_edge(Point.from_dict(best)),
-            "importance": importance,
-            "trials_measured": measured,
             "seconds": sum(one["seconds"] for one in (*tried, *repeats)),
             "epoch_seconds": statistics.median(e["seconds"] for t in tried for e in t["epochs"]),
             "trials": tried,
@@ -503,18 +499,6 @@ class _Tuning:
         """By the mean of all seeds; last what diverged from one."""
         is_whole = len(row["aucs"]) == len(self.seeds)
         return -1 if None in row["aucs"] else row["mean"] if is_whole else 0, row["auc"]
-
-    def _importance(self) -> tuple[dict[str, float] | None, int]:
-        """What share of the AUC's variance each value explains, greatest first; of how many trials.
-
-        By fANOVA (Hutter et al. 2014), of trials that were not pruned. r and ζ are left out.
-        """
-        trials = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        if len(trials) < FEWEST or len({trial.value for trial in trials}) == 1:
-            return None, len(trials)
-        evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
-        found = optuna.importance.get_param_importances(self.study, evaluator=evaluator)
-        return {name: float(share) for name, share in found.items()}, len(trials)
 
 
 def _best(epochs: Sequence[Epoch]) -> int:

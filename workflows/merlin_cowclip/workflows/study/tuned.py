@@ -22,8 +22,6 @@ RECORD = "tune.json"  # of what is tuned; without it there is no tune
 ROWS = "rows"
 TUNED = "tuned.json"
 RESULT = "result.json"  # written last: without it the tune did not end
-FEWEST = 10
-"""Trials below which nothing is said of importance."""
 _NUMBERS = ("dense_lr", "embedding_lr", "l2", "init_stddev", "warmup_epochs")
 _VALUES = ("dense η", "embed. η", "λ", "σ", "warm-up", "clip r", "clip ζ", "update", "rates")
 _WIDTHS = (5, 7, 8, 8, 6, 5, 9, 9, 9, 9, 8, 9, 9, 7, 9)
@@ -117,7 +115,7 @@ class Tuned:
                 )
 
     def tables(self) -> str:
-        """What was found, for a person to read: AUC, values, importance."""
+        """What was found, for a person to read: AUC and hyperparameters."""
         result, table = self.result, self.result["table"]
 
         def auc(row: Mapping[str, Any]) -> str:
@@ -144,18 +142,12 @@ class Tuned:
             for row in table
         ]
         values = [(row["what"], *_cells(row)) for row in table]
-        trials, epoch = result["trials_measured"], result["epoch_seconds"]
-        shares = f": too few trials to say ({trials}; {FEWEST} at least)"
-        if result["importance"] is not None:
-            shares = ", ".join(f"{name} {of:.0%}" for name, of in result["importance"].items())
-            shares = f", over {trials} trials (fANOVA): {shares}"
         lines = [format_table(header, rows), "", format_table(("", *_VALUES), values), ""]
-        lines.append(f"Importance of the values{shares}.")
         if None in table[0]["aucs"]:
             lines.append("All that were trained again diverged: search lower learning rates.")
         if edge := ", ".join(f"{n} {v:.3g}" for n, v in result["at_the_edge"].items()):
             lines.append(f"At the edge of what is searched: {edge}. Beyond it may be better ones.")
-        seconds = result["seconds"]
+        seconds, epoch = result["seconds"], result["epoch_seconds"]
         lines.append(
             f"Trials and repeats took {seconds:.0f} s with compiling, as long as "
             f"{seconds / epoch:.0f} epochs of {epoch:.1f} s."
