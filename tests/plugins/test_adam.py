@@ -84,6 +84,48 @@ def test_the_graph_is_traced_once():
     assert optimizer.iterations.numpy() == 4
 
 
+def clipped_adam(w, ids, gradients, settings, rate=0.1, beta_1=0.9, beta_2=0.999):
+    """The table after exact steps in NumPy, float64: by Algorithm 1 with the settings of each."""
+    w, m, v = w.astype(np.float64), np.zeros(w.shape), np.zeros(w.shape)
+    for t, one in enumerate(settings, 1):
+        g, counts = 2 * one["l2"] * w, np.maximum(np.bincount(ids, minlength=len(w)), 1)
+        np.add.at(g, ids, gradients)
+        bounds = counts * np.maximum(
+            one["clip_ratio"] * np.linalg.norm(w, axis=1), one["clip_floor"]
+        )
+        g *= np.minimum(1, bounds / np.maximum(np.linalg.norm(g, axis=1), 1e-30))[:, np.newaxis]
+        m, v = beta_1 * m + (1 - beta_1) * g, beta_2 * v + (1 - beta_2) * g**2
+        w = w - rate * (1 - beta_2**t) ** 0.5 / (1 - beta_1**t) * m / (np.sqrt(v) + 1e-7)
+    return w
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_setting_that_is_set_is_used_at_the_next_step(in_graph):
+    """In the third step absent rows are clipped, too; in the fourth, by ζ."""
+    settings = [
+        {"l2": 0.0, "clip_ratio": 1.0, "clip_floor": 1e-3},
+        {"l2": 0.1, "clip_ratio": 0.5, "clip_floor": 1e-3},
+        {"l2": 0.3, "clip_ratio": 0.2, "clip_floor": 1e-3},
+        {"l2": 0.3, "clip_ratio": 0.2, "clip_floor": 0.3},
+    ]
+    rng = np.random.default_rng(0)
+    w, ids, gradients = rng.normal(size=(6, 3)), np.array([0, 2, 0, 3]), rng.normal(size=(4, 3))
+    table, optimizer = tf.Variable(w, dtype=tf.float64), CowClipAdam(0.1, **settings[0])
+
+    def step():
+        slices = tf.IndexedSlices(tf.constant(gradients), tf.constant(ids), tf.constant(w.shape))
+        optimizer.apply_gradients([(slices, table)])
+
+    run = tf.function(step) if in_graph else step
+    for number, given in enumerate(settings, 1):
+        for name, value in given.items():
+            setattr(optimizer, name, value)
+        run()
+        expected = clipped_adam(w, ids, gradients, settings[:number])
+        np.testing.assert_allclose(table, expected, rtol=0, atol=2e-6, err_msg=f"step {number}")
+        assert {name: optimizer.get_config()[name] for name in given} == given
+
+
 def test_dense_gradients_are_refused_with_the_remedy():
     table = tf.Variable(tf.ones((3, 2)), name="ads")
     with pytest.raises(ValueError, match=r"gradient of 'ads:0' is dense.*regularizer"):

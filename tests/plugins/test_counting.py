@@ -88,6 +88,10 @@ ONE_HOT = {
         added_up(A, C),
     ),
     "micro-batches": (lambda t, x: [t(x), t(column(B))], added_up(A, B)),
+    "one tensor, cast and reshaped for each lookup": (
+        lambda t, x: [t(tf.cast(x, tf.int32)), t(tf.cast(x, tf.int32)), t(tf.reshape(x, [-1, 1]))],
+        added_up(A, A, A),
+    ),
     "ids and negatives": (lambda t, x: [t(x), t(column(C)), t(x)], added_up(A, C)),
 }
 
@@ -127,6 +131,27 @@ def test_lists_looked_up_again_and_other_lists(combiner, in_graph):
     found = run(step, in_graph)
     assert {i: n for i, n in found.items() if i} == added_up(LISTS, MORE)
     assert not found.get(0)  # padding, or an empty list's
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+@pytest.mark.parametrize("kind", ["sparse", "ragged", "of parts"])
+def test_one_list_looked_up_twice_counts_once(kind, in_graph):
+    """Also where each lookup makes its own ragged tensor of the list's values."""
+    holder = Holder("item", combiner="mean", ragged=True)
+
+    def step():
+        given = ragged(LISTS)
+        again = tf.RaggedTensor.from_row_splits(given.values, given.row_splits)
+        first, second = {
+            "sparse": lambda: (given.to_sparse(),) * 2,
+            "ragged": lambda: (given, given),
+            "of parts": lambda: (given, again),
+        }[kind]()
+        forward = lambda: [holder.table(first), holder.table(second)]  # noqa: E731
+        return counted(holder, gradient_of(holder, forward))
+
+    found = run(step, in_graph)
+    assert {i: n for i, n in found.items() if i} == added_up(LISTS)
 
 
 @pytest.mark.parametrize("rows", [tf.constant, tf.ragged.constant])

@@ -271,17 +271,41 @@ def test_tables_that_do_not_catch_up_before_they_are_read_are_refused():
 
 
 @pytest.mark.parametrize(("name", "value"), [("beta_2", 0.9995), ("l2", 1e-5), ("epsilon", 1e-6)])
-def test_what_cannot_change_any_more(monkeypatch, name, value):
+def test_what_cannot_change_any_more(name, value):
     """Rows would apply steps that they missed by another rule than that of these steps."""
     model = trained_again("deferred", 2)
     part = model.optimizer.optimizers[0]
     before = float(getattr(part, name))
-    setattr(part, name, value)
+    with pytest.raises(ValueError, match="beta_2 cannot be changed after the first step"):
+        setattr(part, name, value)
+    assert float(getattr(part, name)) == before
+    with pytest.raises(ValueError, match=r"clip_ratio of at least 2 \* l2"):
+        part.clip_ratio = HP.l2
+
+
+def test_a_table_that_gets_its_state_later_has_missed_no_step():
+    """The table was frozen, say, or the step count comes from a checkpoint."""
+    model = model_of("deferred")
+    for part in model.optimizer.optimizers:
+        part.iterations.assign(7)
+    model.optimizer.create_slots(model.trainable_variables)
+    model.optimizer.catch_up()
+    for variable, first in zip(model.variables, first_weights(), strict=True):
+        np.testing.assert_array_equal(variable, first)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tables_too_narrow_for_a_step_number_are_refused(dtype):
+    """After 600 steps their weights were NaN, or off by 54."""
+    tf.keras.mixed_precision.set_global_policy(dtype)
     try:
-        with pytest.raises(ValueError, match="beta_2 cannot be changed after the first step"):
-            step_of(model, model.optimizer)(*next(batches(1)))
+        model = built()
     finally:
-        setattr(part, name, before)
+        tf.keras.mixed_precision.set_global_policy("float32")
+    optimizer = CowClipOptimizer.for_model(model, HP, update="deferred")
+    model.compile(optimizer=optimizer, metrics=[])
+    with pytest.raises(ValueError, match=rf"float32 or float64 tables.*into {dtype}. Received"):
+        model.train_on_batch(*next(batches(1)))
 
 
 @pytest.mark.extended

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
+from types import SimpleNamespace as Replicas
 
 import merlin.io
 import numpy as np
@@ -274,6 +275,19 @@ def test_frozen_tables_stay_and_are_not_owned():
     assert all(o.variable is not frozen.table.embeddings for o in optimizer.owned())
 
 
+def test_eager_lookups_of_a_frozen_table_are_dropped():
+    """The last 1,024 of them were kept: 1 GB at batch size 128K."""
+    tables = [tf.keras.layers.Embedding(9, 2, "glorot_normal") for _ in range(2)]
+    given = tf.keras.Input([1], dtype=tf.int64)
+    joined = tf.keras.layers.Concatenate()([table(given) for table in tables])
+    model = tf.keras.Model(given, tf.keras.layers.Flatten()(joined))
+    tables[0].trainable = False
+    optimizer = CowClipOptimizer.for_model(model, COLD.replace(init_stddev=(2 / 11) ** 0.5))
+    model.compile(optimizer, "mse", run_eagerly=True)
+    model.fit(np.ones([BATCH, 1], np.int64), np.ones([BATCH, 4]), verbose=0)
+    assert [len(spec.recorder.lookups()) for spec in optimizer.table_specs] == [0, 0]
+
+
 def test_the_keys_of_a_checkpoint(tmp_path):
     """By which Keras finds the parts of an optimizer, their settings and their moments."""
     model, optimizer = fitted(ours, SCHEMA, Hyperparameters(BATCH), steps_per_epoch=9, steps=1)
@@ -329,6 +343,27 @@ def dense_steps(model, data, **fit):
     callbacks = [*fit.pop("callbacks", []), Watch()]
     model.fit(data, verbose=0, callbacks=callbacks, **fit)
     return np.array(moves)
+
+
+def test_a_fit_tells_the_length_of_the_warm_up_until_it_is_over():
+    """After a trial of two steps, that of the real fit had two steps."""
+    model = built(ours, SCHEMA)
+    optimizer = CowClipOptimizer.for_model(model, HOT.replace(warmup_epochs=0.5))
+    for made, steps, length in [(0, 2, 1), (1, 7, 3), (2, 9, 4), (5, 90, 4)]:
+        optimizer.default_optimizer.iterations.assign(made)
+        optimizer.fit_begins(__file__, 1)
+        optimizer.training_begins(steps)
+        assert optimizer.warmup_steps == length
+
+
+def test_a_schedule_of_the_dense_part_is_multiplied_by_the_warm_up():
+    decay = tf.keras.optimizers.schedules.PolynomialDecay(0.1, 8, 0.0)
+    hp = HOT.replace(warmup_epochs=0.5)
+    optimizer = CowClipOptimizer(hp, steps_per_epoch=9, dense_schedule=decay)
+    assert optimizer.warmup_steps == 4  # ⌊9 / 2⌋
+    found = [float(optimizer.default_optimizer.learning_rate(tf.constant(t))) for t in range(9)]
+    expected = 0.1 * (1 - np.arange(9) / 8) * np.minimum(np.arange(9) / 4, 1)
+    np.testing.assert_allclose(found, expected, atol=2e-8)
 
 
 def test_the_first_fit_tells_the_length_of_the_warm_up():
@@ -448,14 +483,12 @@ def test_a_step_without_any_gradient_is_an_error():
         ("clip_threshold", 5, "clip_threshold belongs to .* with clip='adaptive_column'"),
     ],
 )
-def test_a_setting_of_a_part_is_checked_by_the_first_step(name, value, message):
-    """It was taken, and trained wrongly."""
-    model = ours(SCHEMA)
-    optimizer = CowClipOptimizer.for_model(model, COLD)
-    setattr(optimizer.optimizers[0], name, value)
-    model.compile(optimizer=optimizer)
+def test_a_setting_of_a_part_is_checked_when_it_is_set(name, value, message):
+    part = CowClipOptimizer(COLD).optimizers[0]
+    before = getattr(part, name)
     with pytest.raises(ValueError, match=message):
-        model.fit(dataset(SCHEMA, 2), verbose=0)
+        setattr(part, name, value)
+    assert getattr(part, name) == before
 
 
 def test_jit_compile_is_refused():
@@ -520,6 +553,33 @@ def test_init_stddev_is_applied_or_said(builder):
         CowClipOptimizer.for_model(built, COLD, init_tables=True)
 
 
+@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("told", [BATCH, 2 * BATCH])
+def test_a_batch_of_another_size_is_said_for_arrays_and_datasets(told, eagerly):
+    """Hyperparameters for 8 trained at 800 without a word."""
+    table = tf.keras.layers.Embedding(10, 4, "glorot_normal")
+    pooling = tf.keras.layers.GlobalAveragePooling1D()
+    model = tf.keras.Sequential([table, pooling, tf.keras.layers.Dense(1)])
+    model(tf.ones([4, 1], tf.int64))
+    hp = COLD.replace(batch_size=told, init_stddev=(2 / 14) ** 0.5)
+    model.compile(CowClipOptimizer.for_model(model, hp), "mse", run_eagerly=eagerly)
+    x, y = np.ones([80, 1], np.int64), np.ones([80, 1])  # the last of three batches has 16
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    sequence = [(x[:BATCH], y[:BATCH]), (x[:16], y[:16])]
+    for given in (
+        {"x": x, "y": y, "batch_size": BATCH},
+        {"x": data.batch(BATCH)},
+        {"x": data.batch(BATCH, drop_remainder=True)},
+        {"x": iter(sequence)},
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.fit(**given, verbose=0)
+        said = [w for w in caught if "batches of" in str(w.message)]
+        assert len(said) == (told != BATCH), given
+        assert all(w.filename == __file__ for w in said)
+
+
 @pytest.mark.parametrize("told", [BATCH, 2 * BATCH])
 def test_a_batch_of_another_size_is_said(told):
     frame = pd.DataFrame({"a": [1, 2, 3, 4] * 20, "x": 0.5, "y": 1}).astype(
@@ -582,6 +642,21 @@ def test_a_second_reader_of_the_variable_is_noticed():
     model.compile(optimizer=optimizer, metrics=[])
     with pytest.raises(Exception, match=rf"Cannot count the ids of table .*{spec.name}.*67. .64"):
         model.fit(dataset(SCHEMA, 1), verbose=0)
+
+
+def test_a_strategy_of_several_replicas_is_refused(monkeypatch):
+    """Each replica applied the clipped gradients of its own share: tables drifted apart."""
+    model = built(ours, SCHEMA)
+    optimizer = CowClipOptimizer.for_model(model, COLD)
+    one = tf.Variable([1.0])
+    monkeypatch.setattr(tf.distribute, "get_strategy", lambda: Replicas(num_replicas_in_sync=2))
+    for call in (
+        lambda: optimizer.bind(model),
+        lambda: optimizer.apply_gradients([(tf.ones(1), one)]),
+        lambda: CowClipAdam(),
+    ):
+        with pytest.raises(ValueError, match=r"several replicas are not supported.*Use Horovod"):
+            call()
 
 
 def test_unbound_and_bad_arguments():

@@ -53,21 +53,22 @@ def compiled(build, loss=None):
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_a_loss_that_is_no_mean_is_refused_on_several_ranks(on_two_ranks, reduction):
-    """Its gradients were divided by the number of ranks, without a word."""
+def test_a_loss_that_is_no_mean_is_refused(reduction):
+    """Its gradients are B times as large, and were divided by the number of ranks."""
     loss = cross_entropy(reduction)
     wanted = rf"must be means.*BinaryCrossentropy\(reduction='{reduction}'\).*sum_over_batch_size"
     mean = tf.keras.losses.MeanSquaredError()
     of_two = {"z/regression_output": mean, "y/binary_output": loss}
     for model in (compiled(own_mlp, loss), compiled(two_outputs, of_two)):
-        with pytest.raises(ValueError, match=wanted):
-            model.optimizer.broadcast()
+        for train in (model.fit, model.train_on_batch):
+            with pytest.raises(ValueError, match=wanted):
+                train(*batch(SCHEMA))
 
 
 @pytest.mark.parametrize("loss", [cross_entropy("sum_over_batch_size"), own])
-def test_any_other_loss_is_a_mean(on_two_ranks, loss):
+def test_any_other_loss_is_a_mean(loss):
     of_two = {"z/regression_output": "mse", "y/binary_output": loss}
-    compiled(two_outputs, of_two).optimizer.broadcast()
+    compiled(two_outputs, of_two).make_train_function()
 
 
 def test_a_fit_without_rank_sync_is_refused_on_several_ranks(on_two_ranks):
@@ -84,7 +85,7 @@ def test_a_fit_starts_with_the_state_and_other_epochs_with_the_learning_rate(
     monkeypatch.setattr(together, "broadcast", lambda variables: sent.append(list(variables)))
 
     def begin(*, epochs=1):
-        model.optimizer.fit_begins(None)
+        model.optimizer.fit_begins(__file__, 1)
         model.optimizer.training_begins(None)
         for _ in range(epochs):
             together.synchronize(model.optimizer, model)

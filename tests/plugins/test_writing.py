@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -48,3 +50,13 @@ def test_on_a_gpu_the_exact_step_leaves_them_out(monkeypatch, l2):
     without = optimizer._whole_gradient(rows[:1], table, at[:1]).numpy()
     monkeypatch.setattr(adam, "_on_gpu", lambda variable: True)
     np.testing.assert_array_equal(optimizer._whole_gradient(rows, table, at), without)
+
+
+@pytest.mark.parametrize(("number", "is_refused"), [(2**31 - 1, False), (2**31, True)])
+def test_tables_of_more_rows_than_the_op_can_number_are_refused(number, is_refused):
+    """Their rows wrapped around. Traced, since no machine of ours holds such a table."""
+    shapes = [((number, 1), tf.float32), ((1,), tf.int64), ((1, 1), tf.float32)]
+    signature = [tf.TensorSpec(shape, dtype) for shape, dtype in shapes]
+    refused = pytest.raises(ValueError, match="2,147,483,647 rows at most. Received: 2,147,483,648")
+    with refused if is_refused else contextlib.nullcontext():
+        tf.function(with_rows).get_concrete_function(*signature)

@@ -134,7 +134,15 @@ def with_rows(
 
     Unless `in_range`, indices outside 0 to V - 1 are left out: GPU lookups do not check them, and
     the write takes them modulo V.
+
+    Raises:
+      ValueError: V of 2**31 or more, which TensorFlow's op cannot number.
     """
+    if (buffer.shape[0] or 0) >= 2**31:
+        raise ValueError(
+            f"A table may have 2,147,483,647 rows at most. Received: {buffer.shape[0]:,}. Shard it "
+            "over several ranks, or divide it into several tables."
+        )
     if not in_range:  # row 0 is written instead, as it will be: a mask would make the host wait
         inside = tf.logical_and(indices >= 0, indices < tf.cast(tf.shape(buffer)[0], indices.dtype))
         inside, is_first = inside[:, tf.newaxis], tf.equal(indices, 0)[:, tf.newaxis]

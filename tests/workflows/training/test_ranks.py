@@ -8,7 +8,7 @@ import pytest
 from merlin_cowclip.models import deepfm
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
 from merlin_cowclip.plugins.distributed.horovod import Ranks
-from merlin_cowclip.plugins.optimizers import model_hooks as fits
+from merlin_cowclip.plugins.optimizers import cowclip
 from merlin_cowclip.workflows.training import order
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.order import WINDOW_ROWS
@@ -58,11 +58,18 @@ def test_a_fit_knows_the_global_batch_of_a_loaders_dataset(data, monkeypatch, re
     assert (dataset.batch_size, dataset.ranks) == (BATCH, 2)
     model = deepfm(data.schema, embedding_dim=2, mlp=(2,))
     model(loader.peek()[0])
-    begun = []
     optimizer = CowClipOptimizer.for_model(model, Hyperparameters(BATCH, warmup_epochs=0.0))
-    monkeypatch.setattr(optimizer, "fit_begins", begun.append)
-    model.compile(optimizer=optimizer, metrics=[])
-    monkeypatch.setattr(fits, "ranks", lambda: Ranks(0, 2, 0, 2))
-    for given in (loader, dataset, loader.map(lambda *batch: batch)):
-        model.fit(given, steps_per_epoch=2, verbose=0)
-    assert begun == [BATCH, BATCH, None]
+    check = optimizer._check_batch_size
+
+    def check_on_two_ranks():
+        with monkeypatch.context() as two:
+            two.setattr(cowclip, "ranks", lambda: Ranks(0, 2, 0, 2))
+            check()
+
+    for one, said in ((check_on_two_ranks, False), (check, True)):
+        monkeypatch.setattr(optimizer, "_check_batch_size", one)
+        model.compile(optimizer=optimizer, metrics=[])
+        for given in (loader, dataset, loader.map(lambda *batch: batch)):
+            recwarn.clear()
+            model.fit(given, steps_per_epoch=2, verbose=0)
+            assert any("batches of" in str(w.message) for w in recwarn) == said

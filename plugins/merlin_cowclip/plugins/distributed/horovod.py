@@ -37,6 +37,15 @@ def ranks() -> Ranks:
     return Ranks(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
 
 
+def refuse_replicas() -> None:
+    """Raise a ValueError within a `tf.distribute` strategy of several replicas."""
+    if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        raise ValueError(
+            "tf.distribute strategies with several replicas are not supported: their tables would "
+            "drift apart. Use Horovod, one process per GPU."
+        )
+
+
 def _horovod() -> Any:
     import horovod.tensorflow as hvd
 

@@ -59,9 +59,13 @@ class Lookup:
 
     @property
     def identity(self) -> Hashable:
-        """Equal for lookups of one feature's tensor, as wide and deep parts make them."""
-        parts = tf.nest.flatten(self.ids, expand_composites=True)
-        return self.feature, self.first_row, *(source_of(part).ref() for part in parts)
+        """Equal for lookups of one feature's tensor (of a list, its values), in a graph or not."""
+        return self.feature, self.first_row, getattr(self.ids, "flat_values", self.ids).ref()
+
+    def batch_size(self) -> tf.Tensor:
+        """b, int32: on a GPU, the host's."""
+        ragged = isinstance(self.ids, tf.RaggedTensor)
+        return tf.shape(self.ids.row_splits)[0] - 1 if ragged else tf.shape(self.ids)[0]
 
     def flat(self) -> tuple[tf.Tensor, tf.Tensor]:
         """All n ids and the sample of each, int64."""

@@ -181,7 +181,8 @@ def _lookup(
     A ragged list's ids are made unique before the lookup if `combined`.
     """
     if isinstance(ids, tf.SparseTensor):
-        ids = tf.RaggedTensor.from_sparse(tf.sparse.reshape(ids, tf.shape(ids, tf.int64)[:2]))
+        lists = tf.sparse.reshape(ids, tf.shape(ids, tf.int64)[:2])  # which copies the values
+        ids = tf.RaggedTensor.from_sparse(lists).with_flat_values(ids.values)
     if isinstance(ids, tf.RaggedTensor):
         return Lookup(feature, ids, combined=combined)
     ids = tf.convert_to_tensor(ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,7 +11,7 @@ from merlin_cowclip.plugins._checks import RefusesOptions
 from merlin_cowclip.plugins._tensorflow import is_op_determinism_enabled, mm, tf
 from merlin_cowclip.plugins.clipping import CLIP_RULES, RowNorms, row_norms, widened, with_lengths
 from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums, all_gather_rows
-from merlin_cowclip.plugins.distributed.horovod import all_reduce
+from merlin_cowclip.plugins.distributed.horovod import all_reduce, refuse_replicas
 from merlin_cowclip.plugins.distributed.sharding import Shard, join_shards
 from merlin_cowclip.plugins.embeddings.counting import check_repeats, count_all_rows, count_samples
 from merlin_cowclip.plugins.embeddings.discovery import check_regularizer
@@ -23,7 +22,7 @@ from merlin_cowclip.plugins.row_ops import colocated_with, sum_per_row, unique_r
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 
 CLIPS_OF_KERAS = "clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers"
-_OF_TABLES = "l2", "clip", "clip_ratio", "clip_floor", "clip_threshold"  # of `Hyperparameters`
+_NUMBERS = "l2", "clip_ratio", "clip_floor", "clip_threshold"  # of `Hyperparameters`
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -60,8 +59,6 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     _weights: list[tf.Variable]  # Keras's
     statistics: StepStatistics | None = None  # to which steps on bound tables are added
-    hyperparameter_variables: Mapping[str, tf.Variable] = MappingProxyType({})
-    """What steps read in place of `l2`, `clip_ratio` and `clip_floor`; float64, not saved."""
     not_offered: ClassVar[Mapping[str, str]] = dict.fromkeys(
         CLIPS_OF_KERAS, "Choose a rule with clip, and clip_threshold."
     )
@@ -100,18 +97,30 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         self.update = update
         self._check_settings()
         self.deferred = DeferredRows(self) if update == "deferred" else None
+        # What steps read, on the host: `tf.cond` does. Configurations save them, not checkpoints.
+        numbers = {name: getattr(self, name) or 0.0 for name in _NUMBERS}
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._numbers = {n: tf.Variable(x, False, dtype=tf.float64) for n, x in numbers.items()}
         self._specs: dict[Any, TableSpec] = {}
         self._is_clipped: dict[Any, Sequence[bool]] = {}
 
-    def _check_settings(self) -> None:
-        """Refuse what is out of range; checked at each step, because it may have been set."""
-        Hyperparameters(**{name: getattr(self, name) for name in _OF_TABLES})
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (deferred := self.__dict__.get("deferred")) is not None:
+            deferred.check_change(name, value)
+        if (variable := self.__dict__.get("_numbers", {}).get(name)) is not None:
+            self._check_settings(**{name: value})
+            variable.assign(value or 0.0)  # which the next step reads, traced or not
+        super().__setattr__(name, value)
+
+    def _check_settings(self, **changed: Any) -> None:
+        """Refuse settings out of range, and several replicas."""
+        refuse_replicas()
+        Hyperparameters(clip=self.clip, **{n: getattr(self, n) for n in _NUMBERS} | changed)
         check_number("epsilon", self.epsilon, positive=True)
 
-    def _number(self, name: str, dtype: tf.DType) -> Any:
+    def _number(self, name: str, dtype: tf.DType) -> tf.Tensor:
         """A setting as a step reads it."""
-        variable = self.hyperparameter_variables.get(name)
-        return getattr(self, name) if variable is None else tf.cast(variable, dtype)
+        return tf.cast(self._numbers[name], dtype)
 
     def bind_tables(self, tables: Mapping[TableSpec, Sequence[bool]]) -> None:
         """Count the ids that these built tables record; each with what ranges are clipped."""
@@ -207,11 +216,9 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             whole = sums.is_whole or self.update == "exact"
             rows = tf.convert_to_tensor(variable) if whole else variable
             rows = rows if sums.is_whole else tf.gather(rows, sums.indices)
-            if self.l2 or self.hyperparameter_variables:
-                dtype = sums.gradients.dtype
-                decay = 2.0 * self._number("l2", dtype) * tf.cast(rows, dtype)
-                sums = sums._replace(gradients=sums.gradients + decay)
-            return sums, rows
+            dtype = sums.gradients.dtype
+            decay = 2.0 * self._number("l2", dtype) * tf.cast(rows, dtype)
+            return sums._replace(gradients=sums.gradients + decay), rows
 
     def _clipped(
         self, tables: list[RowSums], rows: list[tf.Tensor], variables: list[tf.Variable]
@@ -303,22 +310,23 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     def _whole_gradient(self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor) -> tf.Tensor:
         """V×d: the batch's rows as clipped, all others as absent, in one V×d temporary."""
-        if self.l2 or self.hyperparameter_variables:
-            rows = tf.convert_to_tensor(var)
-            l2, r, floor = (self._number(n, rows.dtype) for n in ("l2", "clip_ratio", "clip_floor"))
-            absent = 2.0 * l2 * rows
-            # Other rules leave absent rows out. The norm of 2λ·w exceeds r·‖w‖ only if r < 2λ.
-            if self.clip == "adaptive_column" and self.clip_ratio < 2.0 * self.l2:
-                norms, exempt = row_norms(absent), self._exempt_mask(var)
-                lengths = tf.minimum(norms, tf.maximum(r * row_norms(rows), floor))
-                lengths = lengths if exempt is None else tf.where(exempt, norms, lengths)
-                absent = with_lengths(absent, norms, lengths)
-        else:
-            # Not tf.zeros: a constant may be shared, and is written into below.
-            shape = tf.constant(var.shape.as_list(), tf.int32)
-            absent = tf.raw_ops.Empty(shape=shape, dtype=grad.dtype, init=True)
+        rows = tf.convert_to_tensor(var)
+        whole = absent = 2.0 * self._number("l2", rows.dtype) * rows
+
+        def clipped() -> tf.Tensor:
+            norms, exempt = row_norms(absent), self._exempt_mask(var)
+            r, floor = (self._number(n, norms.dtype) for n in ("clip_ratio", "clip_floor"))
+            lengths = tf.minimum(norms, tf.maximum(r * row_norms(rows), floor))
+            lengths = lengths if exempt is None else tf.where(exempt, norms, lengths)
+            return with_lengths(absent, norms, lengths)
+
+        # Other rules leave absent rows out. The norm of 2λ·w exceeds r·‖w‖ only if r < 2λ.
+        if self.clip == "adaptive_column":
+            with tf.device("CPU:0"):
+                is_reached = self._numbers["clip_ratio"] < 2.0 * self._numbers["l2"]
+            whole = tf.cond(is_reached, clipped, lambda: absent)
         # tensor_scatter_nd_update would copy it, and, deterministic on a GPU, take it to the host.
-        return with_rows(absent, indices, grad, in_range=not _on_gpu(var))
+        return with_rows(whole, indices, grad, in_range=not _on_gpu(var))
 
     def _exempt_mask(self, var: tf.Variable) -> tf.Tensor | None:
         """Which rows of a table are not to be clipped, V booleans; `None` for none."""
@@ -343,7 +351,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
-        config = {name: getattr(self, name) for name in ("epsilon", *_OF_TABLES, "update")}
+        config = {name: getattr(self, name) for name in ("epsilon", *_NUMBERS, "clip", "update")}
         for name in ("learning_rate", "beta_1", "beta_2"):
             config[name] = self._serialize_hyperparameter(name)
         return {"name": self._name, **config}

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from merlin_cowclip.plugins._checks import RefusesOptions
 from merlin_cowclip.plugins._tensorflow import Tags, filter_empty_gradients, mm, tf
-from merlin_cowclip.plugins.distributed.horovod import ranks
+from merlin_cowclip.plugins.distributed.horovod import ranks, refuse_replicas
 from merlin_cowclip.plugins.distributed.sharding import Shard
+from merlin_cowclip.plugins.embeddings.counting import Lookup
 from merlin_cowclip.plugins.embeddings.discovery import check_known, tables_of
 from merlin_cowclip.plugins.embeddings.initializers import initialize, warn_of_others_than
 from merlin_cowclip.plugins.embeddings.tables import TableSpec, normalize_clip_tables
@@ -87,6 +88,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     awaits_rank_sync = False  # a fit has begun on several ranks, and no RankSync in it yet
     is_started = False  # whether all ranks have rank 0's state
     _is_new_fit = False  # `fit` was called, and has not made its train function yet
+    _first_batch: tuple[int, str, int] | None = None  # of a fit: its update, who called, and where
     _model: Callable[[], Any] = staticmethod(lambda: None)  # a weak reference
     _bound: tuple[Any, ...] = ()
     _specs: list[TableSpec] | None = None
@@ -120,9 +122,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         )
         clip_tables = normalize_clip_tables(clip_tables, hp.clip)
         warm_up, dense_rate = None, dense_schedule or hp.dense_lr
-        if dense_schedule is None and hp.warmup_epochs:
+        if hp.warmup_epochs:
             warm_up = tf.Variable(_UNKNOWN, trainable=False, dtype=tf.int64, name="warmup_steps")
-            dense_rate = LinearWarmup(hp.dense_lr, warm_up)
+            dense_rate = LinearWarmup(dense_rate, warm_up)
         rates = embedding_schedule or hp.embedding_lr, dense_rate
         embedding, dense = (Proportional(rate, self._factor) for rate in rates)
         clipped, unclipped = table_parts(TablePart, embedding, hp, update)
@@ -179,10 +181,10 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
           hyperparameters: for the batch size that the model will be trained with.
           update: "exact", "lazy" or "deferred".
           steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate;
-            without it, those of the first `model.fit`.
+            without it, those of each `model.fit` that begins before or as the warm-up ends.
           clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers, by
             their names; `None` for every table of width 2 and more.
-          dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
+          dense_schedule: a Keras schedule in place of `dense_lr`; the warm-up multiplies it.
           embedding_schedule: a Keras schedule in place of `embedding_lr`.
           init_tables: initialize tables of width 2 and more with N(0, `init_stddev`), in place of
             uniform and normal initializers; without it, a warning names tables that differ.
@@ -208,6 +210,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     def bind(self, model: tf.keras.Model) -> None:
         """Own the variables of `model`: what `for_model` does for a new optimizer."""
+        refuse_replicas()
         specs, deferred = tables_of(model, self.clip_tables), self.update_mode == "deferred"
         if deferred and ranks().size > 1:
             raise ValueError(
@@ -352,17 +355,37 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             epochs = self.hyperparameters.warmup_epochs
             self.warm_up.assign(math.floor(epochs * steps_per_epoch))
 
-    def fit_begins(self, batch_size: int | None) -> None:
-        """A `fit` was called; on data of so many samples per batch, where that is known."""
+    def fit_begins(self, file: str, line: int) -> None:
+        """A `fit` was called, from there."""
         self._is_new_fit = True
-        wanted = self.hyperparameters.batch_size
-        if batch_size not in (None, wanted):
-            warnings.warn(
-                f"The hyperparameters are for batches of {wanted:,} samples, but this fit has "
-                f"batches of {batch_size:,}. Use scale(…, to={batch_size}), or the batch "
-                "size that they are for.",
-                stacklevel=4,  # the call of fit
+        self._first_batch = int(self.iterations), file, line
+
+    def _check_batch_size(self) -> None:
+        """Warn in a fit's first step if its batch has another size than the hyperparameters'."""
+        features: dict[Any, dict[Any, Lookup]] = {}
+        for spec in self.table_specs:
+            for one in spec.recorder.lookups():
+                features.setdefault((spec, one.feature), {})[one.identity] = one
+        if not features:
+            return
+        # The feature with the fewest: micro-batches add up, and sampled negatives are no samples.
+        lookups = min(features.values(), key=len).values()
+        size = tf.add_n([one.batch_size() for one in lookups]) * ranks().size
+
+        def warn() -> None:  # which does so in the first step only: the last batch may be smaller
+            tf.numpy_function(self._warn_of_batch_size, [size, self.iterations], [])
+
+        tf.cond(tf.equal(size, self.hyperparameters.batch_size), lambda: None, warn)
+
+    def _warn_of_batch_size(self, size: int, update: int) -> None:
+        begun, self._first_batch = self._first_batch, None
+        if begun is not None and begun[0] == update:
+            message = (
+                f"The hyperparameters are for batches of {self.hyperparameters.batch_size:,} "
+                f"samples, but this fit has batches of {size:,}. Use scale(…, to={size}), or the "
+                "batch size that they are for."
             )
+            warnings.warn_explicit(message, UserWarning, *begun[1:])  # the call of fit
 
     def training_begins(self, steps_per_epoch: int | None) -> None:
         """Keras makes or reuses its train function, for a new fit or for `train_on_batch`."""
@@ -377,7 +400,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         self.is_started &= not is_new_fit
         if not is_new_fit or steps_per_epoch is None:
             return
-        if self.warmup_steps is None:
+        known, made = self.warmup_steps, int(self.default_optimizer.iterations)
+        # While no update has been made at the full learning rate: a fit before was a trial, say.
+        if self.steps_per_epoch is None and (known is None or made <= known):
             self._warm_up_for(steps_per_epoch)
         if steps_per_epoch < MIN_STEPS:
             several = "s" * (steps_per_epoch != 1)
@@ -392,7 +417,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """Give all ranks the weights, moments, step counts and learning rates that rank 0 has.
 
         `model.fit` and a traced step do so. Call it before a first eager step, once the model is
-        built, on all ranks; it refuses ranks that differ, and losses that are no means.
+        built, on all ranks; it refuses ranks that differ.
         """
         if ranks().size > 1 and self._model() is not None:
             broadcast_state(self, self._model())
@@ -426,6 +451,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         pairs = filter_empty_gradients(grads_and_vars)
         if ranks().size == 1:
             return list(super()._aggregate_gradients(pairs))
+        self._check_batch_size()  # `reduce_gradients` takes the lookups
         return reduce_gradients(self, pairs, scaled=True)
 
     @tf.autograph.experimental.do_not_convert  # as in a `fit`: a loop of one's own may be converted
@@ -441,6 +467,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
           ValueError: no model is bound, or another one; no variable has a gradient; a sparse
             gradient belongs to no table; or a table's ids are not recorded.
         """
+        refuse_replicas()
         pairs = filter_empty_gradients(grads_and_vars)
         mine = self._catch_up_rows if self.update_mode == "deferred" else None
         if any(spec.catch_up != mine for spec in self.table_specs):
@@ -453,6 +480,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
             self.create_slots([v for _, v in pairs])
+        self._check_batch_size()
         if experimental_aggregate_gradients and ranks().size > 1:
             pairs = reduce_gradients(self, pairs)
         if not pairs:  # all is frozen: no update, which Keras does not count either
@@ -473,6 +501,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             with tf.control_dependencies(before):
                 apply = {"name": name, "experimental_aggregate_gradients": False}
                 updates += [part.apply_gradients(share, **apply)] if share else []
+        for spec in self.table_specs:
+            if not spec.layer.trainable:  # no update takes its lookups
+                spec.recorder.forget()
         with tf.control_dependencies(updates):
             return tf.group(self.iterations.assign_add(1, read_value=False))
 

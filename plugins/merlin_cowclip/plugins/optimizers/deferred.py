@@ -65,8 +65,8 @@ class DeferredRows:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
+        self.rate: Any = None  # a variable: the learning rate of all missed steps
         self._constants = self._settings()  # of all missed steps
-        self.rate: Any = None  # a variable: their learning rate
 
     def create_state(self, variables: Iterable[tf.Variable]) -> None:
         """Create the state of tables that have none; no row is pending."""
@@ -78,17 +78,35 @@ class DeferredRows:
             mine._weights.append(self.rate)
         step = float(tf.keras.backend.get_value(mine.iterations))
         for variable in variables:
+            if variable.dtype.size < 4:
+                raise ValueError(
+                    "update='deferred' requires float32 or float64 tables: step numbers do not fit "
+                    f"into {variable.dtype.name}. Received: {variable.name!r}. Use update='exact'"
+                )
             # Not integers, for which GPUs lack kernels: exact up to step 2**24.
             up_to = tf.cast(tf.fill([variable.shape[0], 1], step), variable.dtype)
             mine.add_slot(variable, LAST_STEP, up_to)
 
-    def _settings(self) -> AdamConstants:
+    def check_change(self, name: str, value: Any) -> None:
+        """Refuse to change what missed steps depend on."""
+        if self.rate is None:
+            return  # `create_state` checks it
+        if name in AdamConstants._fields:
+            raise ValueError(
+                "l2, epsilon, beta_1 and beta_2 cannot be changed after the first step with "
+                "update='deferred'. Set them before, or use update='exact'"
+            )
+        if name == "clip_ratio":
+            self._settings(value)
+
+    def _settings(self, clip_ratio: float | None = None) -> AdamConstants:
         """What missed steps depend on, if rows can apply them later."""
         mine = self._optimizer
+        clip_ratio = mine.clip_ratio if clip_ratio is None else clip_ratio
         rate = mine._hyper["learning_rate"].rate
         beta_1, beta_2 = (float(mine._serialize_hyperparameter(f"beta_{i}")) for i in (1, 2))
         adam = AdamConstants(beta_1, beta_2, mine.epsilon, mine.l2)
-        check_deferrable(rate, clip=mine.clip, clip_ratio=mine.clip_ratio, **adam._asdict())
+        check_deferrable(rate, clip=mine.clip, clip_ratio=clip_ratio, **adam._asdict())
         return adam
 
     def _last_step(self, variable: tf.Variable) -> tf.Variable | None:
@@ -163,11 +181,6 @@ class DeferredRows:
     def before_step(self, variables: Sequence[tf.Variable]) -> None:
         """Check a step on tables; where the learning rate has changed, catch up at the last one."""
         mine, specs = self._optimizer, self._optimizer._specs
-        if self._settings() != self._constants:
-            raise ValueError(
-                "l2, epsilon, beta_1 and beta_2 cannot be changed after the first step with "
-                "update='deferred'. Set them before, or use update='exact'"
-            )
         used = {variable.ref() for variable in variables}
         had_one = (spec for key, spec in specs.items() if key not in used)
         names = [spec.name for spec in had_one if self._last_step(spec.variable) is not None]

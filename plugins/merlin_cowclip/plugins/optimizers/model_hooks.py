@@ -7,21 +7,23 @@ replaced: a copied model has them, too, and Keras saves nothing of them.
 from __future__ import annotations
 
 import math
+import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.plugins._tensorflow import tf
-from merlin_cowclip.plugins.distributed.horovod import ranks
 from merlin_cowclip.plugins.embeddings.tables import check_whole
 from merlin_cowclip.plugins.optimizers.rank_sync import with_rank_sync
 from merlin_cowclip.plugins.optimizers.state import unwrapped
 
 if TYPE_CHECKING:
     from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
+
+
+_REDUCTION = tf.keras.losses.Reduction
 
 
 def install_hooks(model: tf.keras.Model, optimizer: CowClipOptimizer) -> None:
@@ -48,7 +50,8 @@ def _method(name: str, hook: Callable[..., Any], bound: Callable[[], Any]) -> Ca
 
 def _fit(compiled: Any, bound: Any, model: Any, fit: Any, *arguments: Any, **named: Any) -> Any:
     if compiled is not None:
-        compiled.fit_begins(_batch_size(arguments, named))
+        caller = sys._getframe(2)
+        compiled.fit_begins(caller.f_code.co_filename, caller.f_lineno)
     return fit(*arguments, **named)
 
 
@@ -64,6 +67,13 @@ def _make_train_function(
                 "kernels for sparse updates. Leave it out, or compile dense layers by "
                 "@tf.function(jit_compile=True) on their call."
             )
+        for loss in tf.nest.flatten(model.loss):
+            if getattr(loss, "reduction", None) in (_REDUCTION.SUM, _REDUCTION.NONE):
+                raise ValueError(
+                    "Losses must be means over samples: λ, the clip and the scaling rules assume "
+                    f"it. Received: {type(loss).__name__}(reduction={loss.reduction!r}). Use "
+                    "reduction='sum_over_batch_size'."
+                )
         compiled.training_begins(_steps_per_epoch(model))
     return make(*force, **named)
 
@@ -112,18 +122,6 @@ _HOOKS: Mapping[str, Callable[..., Any]] = {
     "_add_horovod_callbacks": _add_horovod_callbacks,
     "_create_optimizer": _create_optimizer,
 }
-
-
-def _batch_size(arguments: Sequence[Any], named: Mapping[str, Any]) -> int | None:
-    """Samples per batch on all ranks, where the data is a loader or a Merlin `Dataset`."""
-    data = arguments[0] if arguments else named.get("x")
-    size = getattr(data, "batch_size", None)
-    if size is None and hasattr(data, "to_ddf"):
-        size = arguments[2] if len(arguments) > 2 else named.get("batch_size")
-    if size is None or not is_whole(size, 1, numpys=True):
-        return None
-    # A loader that knows of ranks tells the size of the batches that they share.
-    return int(size) * max(1, ranks().size // getattr(data, "ranks", 1))
 
 
 def _steps_per_epoch(model: Any) -> int | None:

@@ -23,18 +23,10 @@ if TYPE_CHECKING:
     from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
 
 _KERAS = tf.keras.callbacks
-_REDUCTION = tf.keras.losses.Reduction
 
 
 def broadcast_state(optimizer: CowClipOptimizer, model: tf.keras.Model) -> None:
     """Give all ranks rank 0's state, after checking that they train the same by the same."""
-    for loss in tf.nest.flatten(getattr(model, "loss", None)):
-        if getattr(loss, "reduction", None) in (_REDUCTION.SUM, _REDUCTION.NONE):
-            raise ValueError(
-                "On several ranks losses must be means over samples. Received: "
-                f"{type(loss).__name__}(reduction={loss.reduction!r}). Use "
-                "reduction='sum_over_batch_size'."
-            )
     sharded = optimizer.in_shards()
     state = [v for v in state_of(model, optimizer).values() if v.ref() not in sharded]
     settings = {

@@ -137,13 +137,14 @@ class CowClipSokOptimizer(tf.Module):
                 f"clip must be None or one of {rules} for SOK's tables. Received: {hp.clip!r}."
             )
         steps = whole_steps(steps_per_epoch)
-        if dense_schedule is None and hp.warmup_epochs:
+        dense_rate = dense_schedule or hp.dense_lr
+        if hp.warmup_epochs:
             if steps is None:
                 raise ValueError("Pass steps_per_epoch=… for the warm-up, or set warmup_epochs=0.")
-            dense_schedule = LinearWarmup(hp.dense_lr, math.floor(hp.warmup_epochs * steps))
+            dense_rate = LinearWarmup(dense_rate, math.floor(hp.warmup_epochs * steps))
         rate = embedding_schedule or hp.embedding_lr
         self.clipped, self.unclipped = table_parts(SokAdam, rate, hp, "lazy")
-        self.dense = tf.keras.optimizers.legacy.Adam(dense_schedule or hp.dense_lr, name="dense")
+        self.dense = tf.keras.optimizers.legacy.Adam(dense_rate, name="dense")
         self._is_broadcast = ranks().size == 1
 
     def moments(self, tables: Iterable[tf.Variable]) -> list[tf.Variable]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.embeddings.tables import TableSpec, distinct_names
+from merlin_cowclip.plugins.schedules import LinearWarmup
 
 _COLUMNS = 100  # of the table
 _HEADER = ("variable", "rows", "width", "rule", "learning rate", "L2")
@@ -42,9 +43,8 @@ def summary_of(owned: Iterable[Owned], tables: Sequence[TableSpec], factor: floa
 
 
 def _show_rate(rate: Any, factor: float) -> str:
+    if isinstance(rate, LinearWarmup):
+        return f"{_show_rate(rate.learning_rate, factor)}, warm-up"
     if not callable(rate):
         return f"{float(rate) * factor:.6g}"
-    height = getattr(rate, "learning_rate", None)  # of a LinearWarmup
-    if height is not None and not callable(height):
-        return f"{float(height) * factor:.6g}, warm-up"
     return type(rate).__name__ + ("" if factor == 1 else f" x {factor:.6g}")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.plugins import CowClipOptimizer, LinearWarmup
+from merlin_cowclip.plugins import CowClipOptimizer
 from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.plugins.optimizers.state import state_of, weights_of
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -43,17 +42,13 @@ def compile_model(
       updates: of an epoch, for the warm-up: the paper's ⌊N/b⌋.
       batches: of an epoch, for the schedules.
     """
-    hp = config.hyperparameters
     schedules: dict[str, Any] = {}
     for name in ("dense", "embedding"):
         if getattr(config, f"{name}_schedule") is not None:
             schedules[f"{name}_schedule"] = schedule_of(config, name, batches)
-    if "dense_schedule" in schedules:
-        warmup_steps = math.floor(hp.warmup_epochs * updates)
-        schedules["dense_schedule"] = LinearWarmup(schedules["dense_schedule"], warmup_steps)
     optimizer = CowClipOptimizer.for_model(
         model,
-        hp,
+        config.hyperparameters,
         update=config.update,
         steps_per_epoch=updates,
         clip_tables=config.clip_tables,

@@ -1,4 +1,4 @@
-"""Hyperparameters as variables that the compiled training step reads, so that trials share a step.
+"""Learning rates as variables that the compiled training step reads, so that trials share a step.
 
 `train` has the same variables: a graph with constants in their place may round differently.
 """
@@ -15,7 +15,7 @@ from merlin_cowclip.workflows.training.learning_rates import CONSTANT, schedule_
 
 
 class StepVariables:
-    """Learning rates, warm-up, λ, r and ζ of an optimizer with exact or lazy updates.
+    """Learning rates and warm-up of an optimizer with exact or lazy updates; sets λ, r and ζ, too.
 
     Schedules other than a constant and a linear one stay part of the step. Arguments are those of
     `compile_model`.
@@ -26,12 +26,6 @@ class StepVariables:
     ) -> None:
         *self._tables, dense = optimizer.optimizers
         self._updates, self._batches = updates, batches
-        self._numbers = {
-            name: tf.Variable(0.0, trainable=False, dtype=tf.float64)
-            for name in ("l2", "clip_ratio", "clip_floor")
-        }
-        for part in self._tables:
-            part.hyperparameter_variables = self._numbers
         self._warm_up: Any = optimizer.warm_up
         if self._warm_up is None:
             self._warm_up = tf.Variable(0, trainable=False, dtype=tf.int64)
@@ -54,14 +48,10 @@ class StepVariables:
             for variable, attribute in zip(line, names, strict=True):
                 variable.assign(getattr(schedule, attribute))
         self._warm_up.assign(math.floor(hp.warmup_epochs * self._updates))
-        for name, variable in self._numbers.items():
-            variable.assign(getattr(hp, name))
-            for part in self._tables:
-                setattr(part, name, getattr(hp, name))
+        for part in self._tables:
+            part.l2, part.clip_ratio, part.clip_floor = hp.l2, hp.clip_ratio, hp.clip_floor
 
 
 def compiled_step_key(config: TrainConfig) -> tuple[Any, ...]:
     """Equal for configurations of one tune that can share a compiled step."""
-    hp = config.hyperparameters
-    is_reached = config.update == "exact" and hp.clip is not None and hp.clip_ratio < 2.0 * hp.l2
-    return config.update, hp.clip, is_reached  # rows absent from a batch, by the clip
+    return config.update, config.hyperparameters.clip
