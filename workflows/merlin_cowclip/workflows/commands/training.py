@@ -69,7 +69,7 @@ _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "quiet"}
     help="the paper's values for this data set, or none: those of the rule",
     shown="that of DATA, if it is Criteo's or Avazu's",
 )
-@path("--warm-start", "RUN", "start from weights and options of a run on the same vocabulary")
+@path("--warm-start", "RUN", "train a run's weights further on new data, for one epoch at low rates")
 @option("--keep-optimizer", is_flag=True, help="with --warm-start: its moments and steps, too")
 @quiet
 @fields(TrainConfig)
@@ -175,10 +175,7 @@ def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainCo
     elif values["config"] is not None:
         found, source = _read_config(values["config"]), f"values of {values['config']}"
     elif values["warm_start"] is not None and not sources:
-        found, source = (
-            _warm_start(values["warm_start"], options),
-            f"values of {values['warm_start']}",
-        )
+        found, source = _warm_start(values["warm_start"], values["keep_optimizer"], options)
     else:
         found, source = _preset(values["preset"] or data.spec.name, options)
     if own := [name for name in BASE_FIELDS if name in options]:
@@ -207,21 +204,27 @@ def _tuned(
 
     tuned = Tuned.open(folder)
     tuned.check_columns(data)
-    found = tuned.train_config()
+    return _at_batch_size("--tuned", tuned.train_config(), options), f"values of {folder}"
+
+
+def _warm_start(folder: Path, keep: bool, options: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The values to train a run's weights further, and the reason for its learning rates."""
+    from merlin_cowclip.workflows.training.runs import Run
+
+    found = Run.open(folder).warm_start_config(keep_optimizer=keep)
+    rates = f"learning rates {found.dense_lr:g} and {found.embedding_lr:g}, constant and low"
+    values = _at_batch_size("--warm-start", found, options)
+    return values, f"{rates} to keep what {folder} learned"
+
+
+def _at_batch_size(name: str, found: TrainConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for one batch size, of the option `name`; another one needs a rule to scale them."""
     if options.get("batch_size", found.batch_size) != found.batch_size and "rule" not in options:
         raise UserError(
-            f"the values of --tuned are of batch size {found.batch_size}, from which a --rule "
-            f"scales them to another. Received: --batch-size {options['batch_size']} without one. "
-            "Name it, or tune at that batch size"
+            f"the values of {name} are for batch size {found.batch_size}. Received: --batch-size "
+            f"{options['batch_size']} without --rule. Add one to scale them, such as --rule sqrt"
         )
-    return found.to_dict(), f"values of {folder}"
-
-
-def _warm_start(run: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's values; other `epochs` change its warm-up and schedules in proportion."""
-    found = TrainConfig.from_dict(_read_config(run))
-    part = options.get("epochs", found.epochs) / found.epochs
-    return {**found.to_dict(), **found.schedules(), "warmup_epochs": part * found.warmup_epochs}
+    return found.to_dict()
 
 
 def _preset(dataset: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
