@@ -69,7 +69,7 @@ _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "quiet"}
     help="the paper's values for this data set, or none: those of the rule",
     shown="that of DATA, if it is Criteo's or Avazu's",
 )
-@path("--warm-start", "RUN", "train a run's weights further on new data, for one epoch at low rates")
+@path("--warm-start", "RUN", "train a run's weights on new data, for one epoch at low rates")
 @option("--keep-optimizer", is_flag=True, help="with --warm-start: its moments and steps, too")
 @quiet
 @fields(TrainConfig)
@@ -212,9 +212,9 @@ def _warm_start(folder: Path, keep: bool, options: Mapping[str, Any]) -> tuple[d
     from merlin_cowclip.workflows.training.runs import Run
 
     found = Run.open(folder).warm_start_config(keep_optimizer=keep)
-    rates = f"learning rates {found.dense_lr:g} and {found.embedding_lr:g}, constant and low"
-    values = _at_batch_size("--warm-start", found, options)
-    return values, f"{rates} to keep what {folder} learned"
+    rates = f"learning rates {found.dense_lr:g} and {found.embedding_lr:g}"
+    source = f"{rates}, constant and low to keep what {folder} learned"
+    return _at_batch_size("--warm-start", found, options), source
 
 
 def _at_batch_size(name: str, found: TrainConfig, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -232,10 +232,10 @@ class Run:
         return config_in(self.config)
 
     def warm_start_config(self, *, keep_optimizer: bool = False) -> TrainConfig:
-        """Make a configuration to train its weights on new data, for `train(warm_start=run.path)`.
+        """Make the configuration to train its weights on new data: `train(…, warm_start=run.path)`.
 
-        One epoch at a fifth of its learning rates (all, if it was a warm start itself), constant.
-        Updates are lazy, to keep embeddings that the data lacks; with `keep_optimizer` the run's.
+        One epoch at a fifth of the run's learning rates (all, if it was a warm start), constant.
+        Updates are lazy, which keeps ids that the data lacks; with `keep_optimizer`, the run's own.
         """
         was, rate = self.train_config(), 1.0 if self.config["warm_start"] else 0.2
         scaled, update = was.hyperparameters, was.update if keep_optimizer else "lazy"
