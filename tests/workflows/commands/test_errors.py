@@ -494,7 +494,7 @@ def test_what_was_tuned(toy_data, tuned, tmp_path):
     sweep = ["sweep", "curves", toy_data, "--out", tmp_path / "run", "--batch-sizes", 64]
     both = [*argv, "--config", tuned / "tuned.json"]
     check(both, "--tuned excludes --config … Leave one out", tmp_path)
-    words = "of batch size 64, from which a --rule scales them … --batch-size 128 … Name it"
+    words = "--tuned are for batch size 64 … --batch-size 128 without --rule … --rule sqrt"
     check([*argv, "--batch-size", 128], words, tmp_path)
     for change, words in (
         (

@@ -21,6 +21,7 @@ from merlin_cowclip.workflows.training.configuration import (
     TrainConfig,
     base_fields,
 )
+from merlin_cowclip.workflows.training.runs import Run
 
 K = 1024
 OF_KINDS = {  # kind → a value on the command line, and as it is read
@@ -186,14 +187,30 @@ def test_a_file_goes_before_the_papers_values_and_options_before_both(tmp_path, 
         of({"batch_size": "8K"})
 
 
-def test_a_warm_start_of_fewer_epochs_ends_its_schedules(tmp_path):
-    falling = {"name": "linear", "to": 0.0, "epochs": 3.0}
-    was = TrainConfig(epochs=3, warmup_epochs=1.5, dense_schedule=falling, l2=1e-6)
-    (tmp_path / "config.json").write_text(json.dumps(was.to_dict()))
-    config = config_of(f"--warm-start {tmp_path} --epochs 1")
-    assert (config.epochs, config.warmup_epochs, config.l2) == (1, 0.5, 1e-6)
-    assert config.dense_schedule == {**falling, "epochs": None}
-    assert config_of(f"--config {tmp_path} --epochs 1").dense_schedule == falling
+def test_a_warm_start_trains_slower_and_lazily(monkeypatch):
+    """From the values scaled to the run's batch size, here by 2; later ones keep their rates."""
+    scaled = {"batch_size": 4 * K, "base_batch_size": K, "rule": "sqrt", "l2": 1e-6}
+    rates = {"dense_lr": 1e-3, "embedding_lr": 5e-3, "dense_schedule": "linear", "warmup_epochs": 1}
+    record = {**TrainConfig(**scaled, **rates, epochs=3).to_dict(), "warm_start": None}
+    monkeypatch.setattr(Run, "open", lambda path: Run(path, {"config": record}))
+    new = config_of("--warm-start run")
+    found = (new.dense_lr, new.embedding_lr, new.l2, new.warmup_epochs, new.dense_schedule)
+    assert found == pytest.approx((4e-4, 2e-3, 2e-6, 0, None))
+    assert (new.batch_size, new.base_batch_size, new.rule) == (4 * K, 4 * K, "none")
+    assert (new.epochs, new.update) == (1, "lazy")
+    assert config_of("--warm-start run --keep-optimizer").update == "exact"
+    given = config_of("--warm-start run --dense-lr 3e-3 --epochs 2 --update exact")
+    assert (given.dense_lr, given.epochs, given.update) == (3e-3, 2, "exact")
+    source = train_config(params("train data --out r --warm-start run"), data_of(""))[1]
+    assert source.startswith(
+        "values of run, with learning rates 0.0004 and 0.002, constant and low"
+    )
+    with pytest.raises(UserError, match="are for batch size 4096. Received: --batch-size 1024"):
+        config_of("--warm-start run --batch-size 1K")
+    smaller = config_of("--warm-start run --batch-size 1K --rule sqrt").hyperparameters
+    assert (smaller.dense_lr, smaller.l2) == pytest.approx((2e-4, 1e-6))
+    record.update(new.to_dict(), warm_start=["run", False])
+    assert config_of("--warm-start run") == new
 
 
 def test_the_papers_values_are_the_base_of_tune_and_sweep(tmp_path):

@@ -101,7 +101,7 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
     size = max((1 << (data.rows["train"] // MIN_STEPS).bit_length()) // 2, 1)
     how = f" --batch-size {size}" * (size < K)  # else the default has enough steps per epoch
     if is_run:
-        how = f" --warm-start {shlex.quote(str(run))} --epochs 1"
+        how = f" --warm-start {shlex.quote(str(run))}"
     print(f"Next: merlin-cowclip train {shlex.quote(str(data.path))}{how} --out run")
 
 

@@ -69,7 +69,7 @@ _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "quiet"}
     help="the paper's values for this data set, or none: those of the rule",
     shown="that of DATA, if it is Criteo's or Avazu's",
 )
-@path("--warm-start", "RUN", "start from weights and options of a run on the same vocabulary")
+@path("--warm-start", "RUN", "train a run's weights on new data, for one epoch at low rates")
 @option("--keep-optimizer", is_flag=True, help="with --warm-start: its moments and steps, too")
 @quiet
 @fields(TrainConfig)
@@ -127,7 +127,7 @@ def _begin(values: Mapping[str, Any]) -> Run:
     shows = is_rank_zero() and not values["quiet"]
     if shows:
         if values["warm_start"] is not None:
-            source += f"; weights of {values['warm_start']} after its last epoch"
+            source += f"; weights of {values['warm_start']}"
         rule = "values not scaled" if config.rule == "none" else f"rule {config.rule}"
         print(f"{config.model}, {rule}, {config.update} updates; {source}")
         print(scaling_table(config.base, config.hyperparameters), flush=True)
@@ -174,7 +174,8 @@ def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainCo
     """
     options = given(values, (field.name for field in fields_of(TrainConfig)))
     others = [name for name in ("config", "preset") if values[name] is not None]
-    where, layer = values["tuned"] or values["config"], {}
+    where, why = values["tuned"] or values["config"], ""
+    layer: dict[str, Any] = {}
     if values["tuned"] is not None:
         if others:
             raise UserError(f"--tuned excludes --{others[0]}. Leave one out")
@@ -183,11 +184,11 @@ def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainCo
         layer = _read_config(where)
     elif values["warm_start"] is not None and not others:
         where = values["warm_start"]
-        layer = _warm_start(where, options)
+        layer, why = _warm_start(where, values["keep_optimizer"], options)
     preset, source = _preset(values["preset"] or data.spec.name, {**layer, **options})
     found = {**preset, **layer}
     if set(BASE_FIELDS) <= set(layer):
-        source = f"values of {where}"
+        source = f"values of {where}{why}"
     elif names := [name for name in layer if name not in options]:
         source += f"; {', '.join(names)} of {where}"
     if own := [name for name in BASE_FIELDS if name in options]:
@@ -214,21 +215,26 @@ def _tuned(folder: Path, data: PreparedData, options: Mapping[str, Any]) -> dict
 
     tuned = Tuned.open(folder)
     tuned.check_columns(data)
-    found = tuned.train_config()
+    return _at_batch_size("--tuned", tuned.train_config(), options)
+
+
+def _warm_start(folder: Path, keep: bool, options: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The values to train a run's weights further, and the reason for its learning rates."""
+    from merlin_cowclip.workflows.training.runs import Run
+
+    found = Run.open(folder).warm_start_config(keep_optimizer=keep)
+    why = f", with learning rates {found.dense_lr:g} and {found.embedding_lr:g}, constant and low"
+    return _at_batch_size("--warm-start", found, options), f"{why} to keep what it learned"
+
+
+def _at_batch_size(name: str, found: TrainConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for one batch size, of the option `name`; another one needs a rule to scale them."""
     if options.get("batch_size", found.batch_size) != found.batch_size and "rule" not in options:
         raise UserError(
-            f"the values of --tuned are of batch size {found.batch_size}, from which a --rule "
-            f"scales them to another. Received: --batch-size {options['batch_size']} without one. "
-            "Name it, or tune at that batch size"
+            f"the values of {name} are for batch size {found.batch_size}. Received: --batch-size "
+            f"{options['batch_size']} without --rule. Add one to scale them, such as --rule sqrt"
         )
     return found.to_dict()
-
-
-def _warm_start(run: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's values; other `epochs` change its warm-up and schedules in proportion."""
-    found = TrainConfig.from_dict(_read_config(run))
-    part = options.get("epochs", found.epochs) / found.epochs
-    return {**found.to_dict(), **found.schedules(), "warmup_epochs": part * found.warmup_epochs}
 
 
 def _preset(dataset: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

@@ -319,10 +319,8 @@ class TrainConfig:
 
     def schedules(self) -> dict[str, Any]:
         """Both schedules by name, for a training of as many epochs or others."""
-        return {
-            "dense_schedule": over_all_epochs(self.dense_schedule),
-            "embedding_schedule": over_all_epochs(self.embedding_schedule),
-        }
+        names = ("dense_schedule", "embedding_schedule")
+        return {name: over_all_epochs(getattr(self, name)) for name in names}
 
     @functools.cached_property
     def base(self) -> Hyperparameters:

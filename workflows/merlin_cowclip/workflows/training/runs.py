@@ -10,7 +10,7 @@ import platform
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,13 @@ from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.folders import package_versions, refuse_pattern
 from merlin_cowclip.workflows.manifest import check_manifest, checksum
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.training.configuration import CheckpointConfig, TrainConfig
+from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
 from merlin_cowclip.workflows.training.ranks import rank_info
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
     from merlin_cowclip.workflows.training.checkpoint import Checkpoint, Checkpoints
+    from merlin_cowclip.workflows.training.configuration import CheckpointConfig
 
 FORMAT_VERSION = 2
 RESULT = "result.json"  # written last: without it the run did not finish
@@ -234,6 +235,19 @@ class Run:
     def train_config(self) -> TrainConfig:
         """What it was trained with."""
         return config_in(self.config)
+
+    def warm_start_config(self, *, keep_optimizer: bool = False) -> TrainConfig:
+        """Make the configuration to train its weights on new data: `train(…, warm_start=run.path)`.
+
+        One epoch at a fifth of the run's learning rates (all, if it was a warm start), constant.
+        Updates are lazy, which keeps ids that the data lacks; with `keep_optimizer`, the run's own.
+        """
+        was, rate = self.train_config(), 1.0 if self.config["warm_start"] else 0.2
+        scaled, update = was.hyperparameters, was.update if keep_optimizer else "lazy"
+        rates = {name: rate * getattr(scaled, name) for name in ("dense_lr", "embedding_lr")}
+        changes = base_fields(scaled.replace(**rates, warmup_epochs=0.0)) | {"rule": "none"}
+        changes |= {"dense_schedule": None, "embedding_schedule": None}
+        return replace(was, **changes, update=update, epochs=1)
 
     def spec(self) -> DatasetSpec:
         """What its raw rows look like."""

@@ -178,7 +178,7 @@ def check_warm_start(
     other.check_vocabulary(data)
     was = other.train_config()
     if (config.model, config.network_options) != (was.model, was.network_options):
-        raise UserError(f"{run} has another network. Train with its options: --config {run}")
+        raise UserError(f"{run} has another network. Leave its options and --config out")
     if config.tables == "sharded":
         raise UserError("a warm start needs replicated tables. Leave --tables out")
     schedules = [one.dense_schedule or one.embedding_schedule for one in (config, was)]
