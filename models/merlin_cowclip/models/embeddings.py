@@ -212,7 +212,7 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
                 feature or name,
                 ids,
                 first_row=self._first_row[name],
-                padding=self._padding(name, ids),
+                padding=self._padding(name, ids) if name in self.list_fields else None,
                 check=found.check,
             )
             self._spec.recorder.record(lookup)
@@ -231,17 +231,14 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
             of_lists = {name: self._list(name, given[name], check) for name in lists}
             return _Rows(rows, of_lists, check.answer())
 
-        of_field = [
-            (name, self._first_row[name], self.cardinalities[name], self._padding(name, ids))
-            for name, ids in given.items()
-        ]
+        of_field = [(name, self._first_row[name], self.cardinalities[name]) for name in given]
         ids = tf.nest.flatten(list(given.values()), expand_composites=True)
         return once_per_graph(("rows", len(one_hot), *of_field), ids, find)
 
-    def _padding(self, name: str, ids: Any) -> int | None:
-        """The id that fills up lists; None if 0 is an id."""
+    def _padding(self, name: str, ids: Any) -> int:
+        """The id that fills up a list's ids; -1, which is none, if 0 is an id."""
         is_padded = not isinstance(ids, tf.RaggedTensor) or is_encoded(self.schema[name])
-        return PADDING_ID if name in self.list_fields and is_padded else None
+        return PADDING_ID if is_padded else -1
 
     def _integers(self, ids: tf.Tensor, field: str) -> tf.Tensor:
         """Ids b×1 of a one-hot field, int64."""
@@ -267,7 +264,6 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
     def _list(self, name: str, ids: Any, check: IdCheck) -> _List:
         """Row numbers of a list column."""
         _check_integers(ids, name)
-        padding = self._padding(name, ids)
         if isinstance(ids, tf.RaggedTensor):
             if ids.ragged_rank != 1:
                 raise ValueError(f"The list column {name!r} must be ragged in one dimension.")
@@ -278,7 +274,7 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
             number = tf.shape(ids, tf.int64)[0]
         flat, samples = Lookup(name, ids).flat()
         rows = tf.reshape(self._rows(flat[:, tf.newaxis], (name,), check), [-1])
-        return _List(rows, tf.not_equal(flat, -1 if padding is None else padding), samples, number)
+        return _List(rows, tf.not_equal(flat, self._padding(name, ids)), samples, number)
 
     def _gather(self, rows: tf.Tensor, check: tf.Tensor) -> tf.Tensor:
         """Rows of the table by number, in its own dtype.

@@ -569,7 +569,7 @@ def numbers(*values):
         (
             {"price": put(2, float("nan"))},
             "column 'price' has null or NaN, which is not a finite float32, in row 3 of LAST. Fill "
-            "missing numbers or clip them in the workflow (FillMissing, Clip) before Normalize",
+            "missing numbers or clip them (FillMissing, Clip) before Normalize",
         ),
         (
             {"click": put(4, None)},

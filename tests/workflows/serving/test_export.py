@@ -30,7 +30,7 @@ from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.serving.export import _request_schema
+from merlin_cowclip.workflows.serving.export import _request, _request_schema
 from merlin_cowclip.workflows.serving.rare_ids import rare_ids
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
@@ -397,6 +397,8 @@ def test_types_of_raw_columns_that_are_not_served(tmp_path, name):
     )
     with pytest.raises(UserError, match=f"Triton has no type for 'x' \\({kind}\\)"):
         _request_schema(inference)
+    with pytest.raises(UserError, match=r"'x(__values)?' is .*\. Fit the workflow on columns of t"):
+        _request(pa.table({"x": values}))
     rows = pq.read_table(home / "raw.parquet")
     found = inference.transform(dict(zip(rows.column_names, rows.columns, strict=True)), "rows")
     assert all(np.min(ids) > 2 for ids in found["x"])

@@ -26,9 +26,7 @@ def write_counts(
 
 
 def read_counts(data: PreparedData, field: str) -> pa.Table:
-    """``id``, ``raw``, ``count`` of a field, row i for ID i; the padding of lists has count 0.
-
-    Only lists that Categorify encoded have padding.
+    """``id``, ``raw``, ``count`` of a field, row i for ID i; Categorify's padding has count 0.
 
     Raises UserError if they do not belong to the training rows.
     """

@@ -25,6 +25,7 @@ from merlin_cowclip.workflows.training.runs import Run
 
 CHECKED_ROWS = 10_000  # of --check-raw
 BACKENDS = ("python", "tensorflow")
+_FIT_ON = "Fit the workflow on columns of text, numbers or booleans, or lists of them"
 _MODEL_PY = "from merlin_cowclip.workflows.serving.triton_model import TritonPythonModel\n"
 
 
@@ -51,9 +52,8 @@ def export(
       drop_rare: leave out the embedding rows of the rarest ids, which together have this percentage
         of all occurrences in the training split; `rare_costs` measures the effect.
       data: for `drop_rare`, the run's data, if it has moved.
-      check_raw: raw rows, as `predict` reads them. The repository scores the first 10,000 as a
-        server does, in requests of different sizes, and must give the probabilities that `predict`
-        writes. Rows that a request cannot contain (missing integers) are left out.
+      check_raw: raw rows, as `predict` reads them. The repository scores the first 10,000 in small
+        requests, without rows with missing integers, and must give `predict`'s probabilities.
       trust_workflow: load the workflow, which runs its code, even if the run's manifest does not
         confirm it.
       progress: show a progress bar on stderr.
@@ -129,16 +129,18 @@ def _request_schema(inference: InferenceWorkflow) -> Any:
             kind = element_type(inference.types[column.name])
             if kind is None or is_text(kind):
                 columns.append(column.with_dtype("string"))
-            elif types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
+            elif _is_number(kind):
                 columns.append(column.with_dtype(np.dtype(kind.to_pandas_dtype())))
             else:
                 without.append(f"{column.name!r} ({kind})")
     if without:
-        raise UserError(
-            f"Triton has no type for {', '.join(without)}. Fit the workflow on columns of text, "
-            "numbers or booleans, or lists of them"
-        )
+        raise UserError(f"Triton has no type for {', '.join(without)}. {_FIT_ON}")
     return Schema(columns)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    """Whether Triton has a type for it that is not text."""
+    return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
 
 
 def _check_raw(run: Run, model: Any, repository: Repository, inputs: Any, *, trust: bool) -> None:
@@ -172,8 +174,7 @@ def _check_raw(run: Run, model: Any, repository: Repository, inputs: Any, *, tru
             raise UserError(
                 f"{int(differs.sum()):,} of {len(sent):,} raw rows get another probability from "
                 f"the exported model than from predict, first row {row:,} of {incoming.files[0]}. "
-                "Fit without operators that depend on other rows or on this process, or that "
-                "distinguish empty text from missing text"
+                "Fit without operators that depend on other rows, on this process or on empty text"
             )
         checked += len(encoded)
         if checked >= CHECKED_ROWS:
@@ -193,5 +194,7 @@ def _request(rows: pa.Table) -> dict[str, np.ndarray]:
             values = values.dictionary_decode()
         if is_text(values.type) or types.is_null(values.type):
             values = values.cast(pa.binary()).fill_null(b"")
+        elif not _is_number(values.type):
+            raise UserError(f"column {name!r} is {values.type}. {_FIT_ON}")
         request[name] = values.to_numpy(zero_copy_only=False)
     return request

@@ -130,11 +130,8 @@ def _scan(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Check all rows; returns the counts of training ids by field, and the report."""
     spec, sizes, remedy = pipeline.spec, pipeline.cardinalities, validate.LABEL_REMEDY
-    operators = {
-        name: ", ".join(operator_name(node.op) for node in column.changed_by)
-        for name, column in pipeline.columns.items()
-    }
-    if names := operators.get(spec.label):
+    by = {n: [operator_name(x.op) for x in c.changed_by] for n, c in pipeline.columns.items()}
+    if names := ", ".join(by.get(spec.label, [])):
         remedy = f"The workflow changed the label ({names}). Let it pass the label unchanged"
     counts = {name: np.zeros(size, np.int64) for name, size in sizes.items()}
     ranges = {name: {"min": np.inf, "max": -np.inf} for name in spec.continuous}
@@ -148,7 +145,8 @@ def _scan(
                 rows[split] += batch.num_rows
                 positives[split] += int(np.count_nonzero(labels))
                 for name in spec.continuous:
-                    values = validate.checked_numbers(batch, name, where, operators[name])
+                    before = ", ".join(by[name]) or "the model"
+                    values = validate.checked_numbers(batch, name, where, before)
                     if split == "train":
                         ranges[name]["min"] = min(ranges[name]["min"], float(values.min()))
                         ranges[name]["max"] = max(ranges[name]["max"], float(values.max()))

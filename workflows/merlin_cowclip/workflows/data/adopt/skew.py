@@ -64,11 +64,7 @@ def check_skew(
 def _sample(
     inference: InferenceWorkflow, raw: Sequence[ParquetFile], fields: Sequence[str], step: int
 ) -> pd.DataFrame:
-    """Encode every ``step``-th raw row; the index is its number, from 1 on.
-
-    They are encoded in smaller groups than in the parquet: a row's encoding must not depend on the
-    others.
-    """
+    """Encode every ``step``-th raw row, in small groups; the index is its number, from 1 on."""
     parts, first = [], 0
     for file in raw:
         names = [name for name in inference.columns if name in file.schema.names]
@@ -78,7 +74,7 @@ def _sample(
                 columns = {name: batch.column(name).take(pa.array(taken)) for name in names}
                 out = inference.transform(columns, where, may_drop=True)[list(fields)]
                 kept = len(out) == len(taken)  # else a Filter dropped some
-                if kept:  # NVTabular keeps a row if a Filter drops all
+                if kept:  # of a group that a Filter drops, NVTabular keeps a row
                     groups = [{n: columns[n][part] for n in names} for part in halves(len(taken))]
                     out = pd.concat([inference.transform(group, where) for group in groups])
                     out = out[list(fields)]

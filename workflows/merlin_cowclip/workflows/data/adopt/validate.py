@@ -180,9 +180,9 @@ def checked_ids(batch: pa.RecordBatch, name: str, limit: int, where: BatchLocati
 
 
 def checked_numbers(
-    batch: pa.RecordBatch, name: str, where: BatchLocation, operators: str = ""
+    batch: pa.RecordBatch, name: str, where: BatchLocation, before: str = "the model"
 ) -> np.ndarray:
-    """The numbers of a batch, all finite in float32; ``operators`` computed them, for messages."""
+    """The numbers of a batch, all finite in float32; ``before`` names operators in the remedy."""
     column = batch.column(name)
     if pa.types.is_floating(column.type):
         column = column.fill_null(np.nan)  # pandas writes NaN as null
@@ -192,8 +192,7 @@ def checked_numbers(
         at = int(np.argmin(np.abs(values) <= FLOAT32_MAX))
         value = "null or NaN" if np.isnan(values[at]) else values[at]
         found = f"{value}, which is not a finite float32,"
-        by = f" before {operators}" * bool(operators)
-        remedy = f"Fill missing numbers or clip them in the workflow (FillMissing, Clip){by}"
+        remedy = f"Fill missing numbers or clip them (FillMissing, Clip) before {before}"
         _refuse(column, name, at, found, where, remedy)
     return values
 
