@@ -78,7 +78,7 @@ SHARES = {"mean": lambda n: 1 / n, "sum": lambda n: 1.0, "sqrtn": lambda n: n**-
 
 
 def samples_of(given, schema=SCHEMA, combiner="mean") -> list[Sample]:
-    """One-hot fields, then lists, each in the schema's order; padding in a list is no id."""
+    """One-hot fields, then lists, each in the schema's order; 0 in a ragged list is an id."""
     ids = schema.select_by_tag(Tags.CATEGORICAL)
     columns = sorted(ids, key=lambda column: bool(column.is_list))
     numbers = schema.select_by_tag(Tags.CONTINUOUS).column_names
@@ -89,7 +89,7 @@ def samples_of(given, schema=SCHEMA, combiner="mean") -> list[Sample]:
         for column in columns:
             if column.is_list:
                 start, stop = given[f"{column.name}__offsets"].numpy()[i : i + 2]
-                held = [k for k in given[f"{column.name}__values"].numpy()[start:stop] if k != 0]
+                held = given[f"{column.name}__values"].numpy()[start:stop].tolist()
             else:
                 held = [given[column.name].numpy()[i, 0]]
             fields.append([(first + int(k), SHARES[combiner](len(held))) for k in held])

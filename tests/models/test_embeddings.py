@@ -46,21 +46,29 @@ def padded(lists, to=4):
     return np.array([row + [0] * (to - len(row)) for row in lists])
 
 
-def combined(table, first, lists, combiner):
-    """One list column by a loop: padding (id 0) is no id; no id at all gives zeros."""
+def combined(table, first, lists, combiner, padding):
+    """One list column by a loop: padding is no id; no id at all gives zeros."""
     out = []
     for ids in lists:
-        rows = [table[first + i] for i in ids if i != 0]
+        rows = [table[first + i] for i in ids if i != padding]
         total = np.sum(rows, axis=0) if rows else np.zeros(DIM)
         by = {"sum": 1.0, "mean": len(rows), "sqrtn": len(rows) ** 0.5}[combiner]
         out.append(total / (by or 1.0))
     return np.array(out)
 
 
-def expected(table, combiner="mean"):
+def padding_of(given=None):
+    """Each list column's id that is none: 0 in dense lists."""
+    return {name: 0 for name in given or {} if isinstance(given[name], tf.Tensor)}
+
+
+def expected(table, combiner="mean", padding=None):
     by = combiner if isinstance(combiner, dict) else dict.fromkeys(LISTS, combiner)
     fields = [[table[OFFSETS[name] + i] for (i,) in ids] for name, ids in ONE_HOT.items()]
-    fields += [combined(table, OFFSETS[name], ids, by[name]) for name, ids in LISTS.items()]
+    fields += [
+        combined(table, OFFSETS[name], ids, by[name], (padding or {}).get(name))
+        for name, ids in LISTS.items()
+    ]
     return np.stack(fields, axis=1)
 
 
@@ -96,7 +104,8 @@ def test_lookup(combiner, in_graph, changes):
     call = tf.function(layer) if in_graph else layer
     found = call(inputs(**changes))
     assert found.shape == (4, 4, DIM)
-    np.testing.assert_allclose(found, expected(layer.table.numpy(), combiner), rtol=1e-5, atol=1e-6)
+    by_loop = expected(layer.table.numpy(), combiner, padding_of(changes))
+    np.testing.assert_allclose(found, by_loop, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -244,12 +253,19 @@ def gradient_and_lookups(layer, given, compute=None):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"genres": tf.constant(padded(GENRES)), "tags": tf.constant(padded(TAGS))}],
-    ids=["ragged", "dense"],
+    ("changes", "properties"),
+    [
+        ({}, {}),
+        ({"genres": tf.constant(padded(GENRES)), "tags": tf.constant(padded(TAGS))}, {}),
+        ({}, {"cat_path": "categories/unique.a.parquet"}),
+    ],
+    ids=["ragged", "dense", "ragged, of Categorify"],
 )
-def test_gradient_is_sparse_and_counts_are_samples(changes):
-    layer = layer_of("sum")
+def test_gradient_is_sparse_and_counts_are_samples(changes, properties):
+    """Id 0 is padding in dense lists and in those of Categorify; else it trains as any other."""
+    schema = Schema([column.with_properties(properties) for column in SCHEMA])
+    layer = layer_of("sum", schema=schema)
+    padding = dict.fromkeys(LISTS, 0) if properties else padding_of(changes)
     dense, counts = gradient_and_lookups(layer, inputs(**changes))
 
     # Every sample counts once for each id that it holds, by a loop.
@@ -257,7 +273,7 @@ def test_gradient_is_sparse_and_counts_are_samples(changes):
     for name, ids in IDS.items():
         for sample, row in enumerate(ids):
             for i in row:
-                if name in ONE_HOT or i != 0:
+                if i != padding.get(name):
                     held.setdefault(OFFSETS[name] + i, set()).add(sample)
     assert {row: counts[row] for row in held} == {row: len(s) for row, s in held.items()}
     assert counts[OFFSETS["genres"] + 5] == 1  # twice in one list
@@ -265,15 +281,15 @@ def test_gradient_is_sparse_and_counts_are_samples(changes):
     assert {counts[row] for row in set(counts) - set(held)} <= {0.0}  # rows of padding
 
     # d/dw Σ x² = 2x for every id that is summed into x.
-    x = expected(layer.table.numpy(), "sum")
+    x = expected(layer.table.numpy(), "sum", padding)
     by_hand = np.zeros((ROWS, DIM))
     for f, (name, ids) in enumerate(IDS.items()):
         for sample, row in enumerate(ids):
             for i in row:
-                if name in ONE_HOT or i != 0:
+                if i != padding.get(name):
                     by_hand[OFFSETS[name] + i] += 2 * x[sample, f]
     np.testing.assert_allclose(dense, by_hand, rtol=1e-5, atol=1e-6)
-    assert not dense[OFFSETS["genres"]].any()  # padding is never trained
+    assert dense[OFFSETS["genres"]].any() == (not padding)  # padding is never trained
 
 
 # One field by itself
@@ -293,7 +309,7 @@ def test_lookup_of_one_field(field, ids, in_graph):
     layer = FusedEmbeddings(SCHEMA, DIM, stddev=0.5)  # not built
     found = (tf.function(layer.lookup) if in_graph else layer.lookup)(field, ids)
     assert found.shape == (4, DIM)
-    stack = expected(layer.table.numpy())
+    stack = expected(layer.table.numpy(), padding=padding_of({field: ids}))
     np.testing.assert_allclose(found, stack[:, layer.fields.index(field)], rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=f"ids of field '{field}' must be integers.*float32"):
         layer.lookup(field, tf.cast(ids, tf.float32))

@@ -94,7 +94,7 @@ def test_rows_by_field():
 def test_a_row_that_one_field_trains_starts_like_any_other():
     """The unknown row of `b` has training rows."""
     for domain, zero in (("place", {0}), ("", {0, 2, 9, 9 + 4})):
-        other = column("b", SIZE, domain=domain, untrained_ids=[4, 5])
+        other = column("b", SIZE, domain=domain, untrained_ids=[0, 1, 4, 5])
         table = layer_of(Schema([column("a", SIZE, domain="place"), other])).table.numpy()
         assert set(np.flatnonzero(~table.any(axis=1)).tolist()) == zero
 

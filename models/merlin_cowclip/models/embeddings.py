@@ -19,7 +19,7 @@ from merlin_cowclip.models.initial_rows import draw_rows, draw_shard, untrained_
 from merlin_cowclip.models.row_ranges import RowRanges, cardinality
 from merlin_cowclip.models.rows_by_raw_id import RowsByRawId
 from merlin_cowclip.models.schemas import schema_text
-from merlin_cowclip.models.vocabulary import PADDING_ID
+from merlin_cowclip.models.vocabulary import PADDING_ID, is_encoded
 from merlin_cowclip.plugins import Lookup, TableSpec
 from merlin_cowclip.plugins._checks import whole_number
 from merlin_cowclip.plugins._tensorflow import tf
@@ -64,8 +64,9 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
         `max` is its cardinality - 1.
       dim: width d.
       stddev: standard deviation σ of the initial rows; 0 for zeros.
-      combiner: how a list column's rows become one: "mean", "sum" or "sqrtn", padding left out; or
-        a mapping of list columns to these.
+      combiner: how a list column's rows become one: "mean", "sum" or "sqrtn", or a mapping of list
+        columns to these. Padding is left out: id 0 of dense lists and of those that Categorify
+        encoded. In other ragged lists 0 is an id.
       sharded: whether the ranks of Horovod share the rows: row r and its moments are only on rank
         r mod N. Every call, also to predict or read rows, is then a collective of all ranks.
       stacked: whether the output is one tensor, or a dict, as Merlin's blocks pass it on: this
@@ -211,7 +212,7 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
                 feature or name,
                 ids,
                 first_row=self._first_row[name],
-                padding=PADDING_ID if name in self.list_fields else None,
+                padding=self._padding(name, ids) if name in self.list_fields else None,
                 check=found.check,
             )
             self._spec.recorder.record(lookup)
@@ -233,6 +234,11 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
         of_field = [(name, self._first_row[name], self.cardinalities[name]) for name in given]
         ids = tf.nest.flatten(list(given.values()), expand_composites=True)
         return once_per_graph(("rows", len(one_hot), *of_field), ids, find)
+
+    def _padding(self, name: str, ids: Any) -> int:
+        """The id that fills up a list's ids; -1, which is none, if 0 is an id."""
+        is_padded = not isinstance(ids, tf.RaggedTensor) or is_encoded(self.schema[name])
+        return PADDING_ID if is_padded else -1
 
     def _integers(self, ids: tf.Tensor, field: str) -> tf.Tensor:
         """Ids b×1 of a one-hot field, int64."""
@@ -268,7 +274,7 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
             number = tf.shape(ids, tf.int64)[0]
         flat, samples = Lookup(name, ids).flat()
         rows = tf.reshape(self._rows(flat[:, tf.newaxis], (name,), check), [-1])
-        return _List(rows, tf.not_equal(flat, PADDING_ID), samples, number)
+        return _List(rows, tf.not_equal(flat, self._padding(name, ids)), samples, number)
 
     def _gather(self, rows: tf.Tensor, check: tf.Tensor) -> tf.Tensor:
         """Rows of the table by number, in its own dtype.

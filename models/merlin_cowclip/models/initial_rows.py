@@ -9,7 +9,7 @@ import numpy as np
 from merlin.schema import ColumnSchema
 
 from merlin_cowclip.models.row_ranges import RowRanges, cardinality
-from merlin_cowclip.models.vocabulary import PADDING_ID, UNKNOWN_ID
+from merlin_cowclip.models.vocabulary import PADDING_ID, UNKNOWN_ID, is_encoded
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.horovod import all_gather_object
 from merlin_cowclip.plugins.distributed.sharding import Shard
@@ -62,8 +62,9 @@ def untrained_rows(columns: Sequence[ColumnSchema], ranges: RowRanges) -> np.nda
         ids = np.array([PADDING_ID, UNKNOWN_ID])
         counted = column.properties.get("untrained_ids")  # starts and ends in turn; read as floats
         if counted is not None:
-            spans = np.array(counted, np.int64).reshape(-1, 2)
-            ids = np.concatenate([[PADDING_ID], *(np.arange(*span) for span in spans)])
+            spans = [(PADDING_ID, PADDING_ID + is_encoded(column))]  # else it may be an id
+            spans += np.array(counted, np.int64).reshape(-1, 2).tolist()
+            ids = np.concatenate([np.arange(*span) for span in spans])
         ids, first = ids[ids < cardinality(column)], ranges.first_row(column.name)
         untrained[first] = np.intersect1d(untrained.get(first, ids), ids)
     return np.sort(np.concatenate([first + ids for first, ids in untrained.items()]))

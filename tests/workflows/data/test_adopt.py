@@ -19,6 +19,7 @@ from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 from merlin_cowclip.workflows.data.adopt.validate import open_files
+from merlin_cowclip.workflows.data.counts import read_counts
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -445,13 +446,46 @@ def test_hash_buckets(log, tmp_path):
 
 
 def test_ids_of_ones_own_from_0(tmp_path):
-    """In a row 0 is an id like others; in a list it is padding to the networks."""
+    """0 is an id like others, also in lists, which Categorify did not encode."""
     raw = pd.DataFrame({"ad": [0, 0, 2, 1], "genres": [[0], [1, 0], [2], []]})
     own = {"tags": [Tags.CATEGORICAL], "properties": {"domain": {"min": 0, "max": 2}}}
     nodes = (["ad", "genres"] >> ops.AddMetadata(**own)) + ["click"]
     data = adopted_from(tmp_path, raw.assign(click=[0, 1, 1, 0]), nodes)
     assert data.counts("ad")["count"].tolist() == [2, 1, 1]
+    assert read_counts(data, "genres")["count"].to_pylist() == [2, 1, 1]
     assert data.record["notes"] == []
+
+
+def test_numbers_that_are_not_scaled_are_noted(tmp_path):
+    """Training on times of 1.6e9 ends at AUC 0.5."""
+    log = pd.DataFrame({"ad": [*"abab"], "time": [1.6e9, 1.61e9, 1.62e9, 1.6e9], "low": -1001.0})
+    numbers = ["time", "low", "fine"] >> ops.AddMetadata(tags=[Tags.CONTINUOUS])
+    ids = ["ad"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
+    log = log.assign(fine=1000.0, click=[0, 1, 1, 0])
+    assert adopted_from(tmp_path, log, ids + numbers + clicks()).record["notes"] == [
+        "numbers beyond ±1,000, with which training can fail: 'time', 'low'. Scale them in the "
+        "workflow (Normalize, NormalizeMinMax, LogOp)"
+    ]
+
+
+def test_a_number_that_an_operator_makes_nan(tmp_path):
+    """NVTabular writes it as null."""
+    log = pd.DataFrame({"ad": [*"abab"], "price": [1.0, 2.0, -5.0, 0.0], "click": [0, 1, 1, 0]})
+    nodes = ["ad"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
+    words = r"'price' has null or NaN, .* in row 3 of .*\(FillMissing, Clip\) before LogOp"
+    with pytest.raises(UserError, match=words):
+        adopted_from(tmp_path, log, nodes + (["price"] >> ops.LogOp()) + clicks())
+
+
+def test_a_vocabulary_of_ones_own_with_hash_buckets(tmp_path):
+    """NVTabular adds the buckets to its ids twice, and to its range once."""
+    log = pd.DataFrame({"ad": [*"abcd"], "click": [0, 1, 1, 0]})
+    vocabs = {"ad": pd.Series(["a", "b"])}
+    ids = ["ad"] >> ops.Categorify(vocabs=vocabs, num_buckets=3, out_path=str(tmp_path / "fitted"))
+    with pytest.raises(
+        UserError, match=r"'ad' has id 8.*Categorify\(vocabs=…, num_buckets=…\): le"
+    ):
+        adopted_from(tmp_path, log, ids + clicks())
 
 
 def test_an_empty_text_is_an_id(tmp_path):
@@ -551,8 +585,8 @@ def numbers(*values):
         ({"item": put(999, None)}, "column 'item' has a null in row 1000 of LAST. "),
         (
             {"price": put(2, float("nan"))},
-            "column 'price' has nan, which is not a finite float32, in row 3 of LAST. Fill "
-            "or clip it in the workflow (FillMissing, Clip)",
+            "column 'price' has null or NaN, which is not a finite float32, in row 3 of LAST. Fill "
+            "missing numbers or clip them (FillMissing, Clip) before Normalize",
         ),
         (
             {"click": put(4, None)},

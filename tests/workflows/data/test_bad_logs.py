@@ -178,7 +178,7 @@ PARQUET: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (column("user", None), "log.parquet has no column 'user'"),
     "cut": (cut, "log.parquet is not a whole parquet file"),
     "garbled": (garbled, "log.parquet is not a whole parquet file"),
-    "csv": (lambda path: path.write_text(HEAD), "not a whole parquet file … Write it again"),
+    "csv": (lambda path: path.write_text(HEAD), "log.parquet is not parquet, but may be CSV"),
     "no row": (lambda path: pq.write_table(pq.read_table(path)[:0], path), "has no rows"),
 }
 

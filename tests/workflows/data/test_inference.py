@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from decimal import Decimal
 
 import cloudpickle
 import numpy as np
@@ -236,13 +237,19 @@ def typed(tmp_path_factory) -> InferenceWorkflow:
         truth=np.arange(ROWS) % 2 == 0,
         maybe=[True, None, False] * (ROWS // 3),
         day=pd.date_range("2024-01-01", periods=ROWS),
+        time=[datetime.time(i % 24) for i in range(ROWS)],
+        span=pd.to_timedelta(np.arange(ROWS), "h"),
+        cost=[Decimal(i % 9) for i in range(ROWS)],
+        pair=[[i % 9, 1] for i in range(ROWS)],
+        code=[b"%02d" % (i % 9) for i in range(ROWS)],
         late=[[], ["a"], ["b"]] * (ROWS // 3),
         own="x",
     )
     names = ["city", "genres", "whole", "small", "beside", "truth", "maybe", "day", "late"]
+    names += ["time", "span", "cost", "pair", "code"]
     ids = names >> ops.Categorify(out_path=str(tmp_path_factory.mktemp("types")))
     workflow = fitted(ids + (["own"] >> ops.LambdaOp(lambda column: column)), log)
-    return InferenceWorkflow(workflow, spec_of([*names, "own"], ["genres", "late"]))
+    return InferenceWorkflow(workflow, spec_of([*names, "own"], ["genres", "late", "pair"]))
 
 
 def test_types_of_the_fit(typed):
@@ -250,11 +257,28 @@ def test_types_of_the_fit(typed):
         **{"city": pa.string(), "genres": pa.list_(pa.string()), "late": pa.list_(pa.string())},
         **{"whole": pa.int64(), "small": pa.int8(), "beside": pa.float64(), "truth": pa.bool_()},
         **{"maybe": pa.bool_(), "day": pa.timestamp("ns"), "own": None},
+        **{"time": pa.time64("us"), "span": pa.duration("ns"), "cost": pa.decimal128(38, 0)},
+        **{"pair": pa.list_(pa.int64()), "code": pa.binary()},
     }
 
 
 DATE = datetime.datetime(2024, 1, 1)
+HALF = pa.array(np.array([1, 2.5], "float16"))
 TAKEN = [
+    ("beside", HALF, None),
+    ("beside", pa.array([np.float16(1), None], pa.float16()), [1.0, None]),
+    ("beside", pa.array([1.5], pa.float32()), None),
+    ("beside", pa.array([Decimal("1.5"), None]), [1.5, None]),
+    ("whole", HALF[:1], [1]),
+    ("whole", pa.array([Decimal("7.00"), None]), [7, None]),
+    ("whole", pa.array([Decimal(7)], pa.decimal256(40, 0)), [7]),
+    ("cost", pa.array([Decimal("70.00")], pa.decimal128(10, 2)), None),
+    ("time", pa.array([datetime.time(1), None], pa.time32("s")), None),
+    ("span", pa.array([datetime.timedelta(1), None], pa.duration("s")), None),
+    ("pair", pa.array([[1, 2], None], pa.list_(pa.int32(), 2)), None),
+    ("code", pa.array([b"01", None], pa.binary(2)), None),
+    ("own", pa.array([Decimal(1)]), None),
+    ("own", pa.array([DATE.date()]), None),
     ("city", pa.array(["c1", None]).dictionary_encode(), None),
     ("city", pa.array([b"c1", None]), ["c1", None]),
     ("whole", pa.array([1.0, None]), [1, None]),
@@ -271,6 +295,9 @@ REFUSED = [
     ("city", pa.array([b"\xff"]), "was string when the workflow was fitted: .*UTF8"),
     ("whole", pa.array(["1"]), "is string, but was int64"),
     ("whole", pa.array([1.5]), r"was int64 when the workflow was fitted: .*1\.5"),
+    ("whole", pa.array([Decimal("1.5")]), "was int64 when the workflow was fitted: .*data loss"),
+    ("whole", pa.array([DATE.date()]), "is date32.*, but was int64"),
+    ("time", pa.array([DATE]), "is timestamp.*, but was time64"),
     ("small", pa.array([261]), "was int8 when the workflow was fitted: .*261"),
     (
         "beside",
@@ -301,7 +328,7 @@ def test_values_that_it_cannot_have_had(typed, name, values, words):
 def _cast_of(typed: InferenceWorkflow, name: str, values: pa.Array) -> pa.Array:
     from merlin_cowclip.workflows.data.adopt import inference
 
-    return inference._cast(values, typed.types[name], f"column {name!r} of the rows")
+    return inference.as_fitted(values, typed.types[name], f"column {name!r} of the rows")
 
 
 @pytest.mark.parametrize("dtype", ["category", "Int64", object])

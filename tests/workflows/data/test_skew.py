@@ -181,4 +181,37 @@ def test_rows_that_a_filter_drops(tmp_path):
     made = rows["row", "city", "tags"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
     made += rows["click"] >> ops.AddMetadata(tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION])
     write(tmp_path, made, log())
-    assert checked(tmp_path).rows["train"] == 400
+    data = checked(tmp_path)
+    assert data.rows["train"] == 400
+    assert data.record["notes"] == [
+        "the workflow drops 200 of 600 checked raw rows; there are 600 raw rows, 400 in the parquet"
+    ]
+
+
+def test_rows_that_are_not_in_the_parquet(tmp_path):
+    write(tmp_path, ids(tmp_path) + label(), log())
+    file = tmp_path / "train/part_0.parquet"
+    pd.read_parquet(file)[:500].to_parquet(file)
+    words = "drops 0 of 600 checked raw rows; there are 600 raw rows, 500 in the parquet. Write all"
+    with pytest.raises(UserError, match=words):
+        checked(tmp_path)
+
+
+OF_THE_BATCH = {
+    "mean": lambda c: (c - c.mean()) / c.std(),
+    "maximum": lambda c: c / c.max(),
+    "rank": lambda c: c.rank(),
+    "sum so far": lambda c: c.cumsum(),
+    "row before": lambda c: c.shift(fill_value=0),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_BATCH)
+def test_an_operator_that_reads_other_rows(tmp_path, name):
+    """In one batch of the same rows it makes the numbers of the parquet."""
+    prices = ["price"] >> ops.LambdaOp(OF_THE_BATCH[name]) >> ops.AddMetadata(tags=["continuous"])
+    write(tmp_path, ids(tmp_path) + prices + label(), log())
+    words = "makes 'price' .* instead of .* Operators must not depend on the other rows of a batch"
+    with pytest.raises(UserError, match=words):
+        checked(tmp_path)
+    assert not (tmp_path / "data").exists()

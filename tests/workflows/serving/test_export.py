@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from sklearn.metrics import roc_auc_score
 
 from merlin_cowclip.workflows import Repository, export, predict_logs, rare_costs
 from merlin_cowclip.workflows.commands.main import main
+from merlin_cowclip.workflows.data.adopt.graph import load_saved
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
@@ -28,7 +30,7 @@ from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.serving.export import _request_schema
+from merlin_cowclip.workflows.serving.export import _request, _request_schema
 from merlin_cowclip.workflows.serving.rare_ids import rare_ids
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
@@ -325,18 +327,81 @@ def test_types_of_an_adopted_pipelines_columns(stock, of_stock):
             of_stock.predict(frame)
 
 
+TEXTS = pa.array([*"abcd"])
+TIMES = pa.array(pd.date_range("2024-01-01", periods=4))
+SPANS = pa.array(pd.to_timedelta([1, 2, 3, 4], "h"))
+SENT = {  # raw columns of a request: their values, and Triton's type
+    **{f"i{n}": (pa.array([1, 2, 3, 4], f"int{n}"), f"TYPE_INT{n}") for n in (8, 16, 32, 64)},
+    **{f"u{n}": (pa.array([1, 2, 3, 4], f"uint{n}"), f"TYPE_UINT{n}") for n in (8, 16, 32, 64)},
+    "f32": (pa.array([1, 2, 3, None], pa.float32()), "TYPE_FP32"),
+    "f64": (pa.array([1, 2, 3, None], pa.float64()), "TYPE_FP64"),
+    "truth": (pa.array([True, False, True, False]), "TYPE_BOOL"),
+    "text": (pa.array(["a", "☂", None, "d"]), "TYPE_STRING"),
+    "large": (TEXTS.cast(pa.large_string()), "TYPE_STRING"),
+    "bytes": (pa.array([b"\xff", b"b", b"c", None]), "TYPE_STRING"),
+    "fixed": (pa.array([b"ab", b"cd", b"ab", b"cd"], pa.binary(2)), "TYPE_STRING"),
+    "category": (TEXTS.dictionary_encode(), "TYPE_STRING"),
+    "words": (pa.array([["a", "b"], [], ["b"], []]), "TYPE_STRING"),
+    "many": (pa.array([["a"], [], ["b"], []], pa.large_list(pa.string())), "TYPE_STRING"),
+    "pair": (pa.array([[1, 2]] * 4, pa.list_(pa.int32(), 2)), "TYPE_INT32"),
+}
+NOT_SENT = {
+    "date": (TIMES.cast(pa.date32()), r"date32\[day\]"),
+    "time": (TIMES.cast(pa.time64("us")), r"time64\[us\]"),
+    "second": (TIMES.cast(pa.time32("s")), r"time64\[us\]"),
+    "stamp": (TIMES, r"timestamp\[ns\]"),
+    "zone": (TIMES.cast(pa.timestamp("us", "UTC")), r"timestamp\[ns, tz=UTC\]"),
+    "span": (SPANS, r"duration\[ns\]"),
+    "price": (pa.array(map(Decimal, range(4))), r"decimal128\(38, 0\)"),
+    "dates": (pa.array([[d] for d in TIMES.cast(pa.date32()).to_pylist()]), r"date32\[day\]"),
+}
+
+
+def of_types(columns: dict[str, pa.Array], home: Path, rows: int) -> Path:
+    """A workflow that encodes raw columns, its parquet and the raw rows."""
+    raw = pa.table(columns).take(np.arange(rows) % 4).append_column("y", [np.arange(rows) // 4 % 2])
+    pq.write_table(raw, home / "raw.parquet")
+    dataset = nvt.Dataset(str(home / "raw.parquet"), engine="parquet")
+    ids = [*columns] >> ops.Categorify(out_path=str(home / "fit"))
+    workflow = nvt.Workflow(ids + (["y"] >> ops.AddMetadata(tags=["target"])))
+    workflow.fit(dataset).save(str(home / "workflow"))
+    workflow.transform(dataset).to_parquet(str(home / "train"))
+    return home
+
+
 @pytest.mark.filterwarnings("ignore:Changing an NVTabular Dataset to CPU mode")
-def test_dates_and_decimals_are_not_served(tmp_path):
-    """Objects to pandas, as text is; no text that a client can send is one."""
-    log = pd.DataFrame({"text": [*"abc"], "date": pd.date_range("2024-01-01", periods=3).date})
-    log.assign(price=[Decimal(i) for i in range(3)]).to_parquet(tmp_path / "log.parquet")
-    nodes = ["text", "date", "price"] >> ops.Categorify(out_path=str(tmp_path / "fit"))
-    workflow = nvt.Workflow(nodes)
-    workflow.fit(nvt.Dataset(str(tmp_path / "log.parquet"), engine="parquet"))
-    spec = DatasetSpec("log", "click", ("text", "date", "price"))
-    inference = InferenceWorkflow(workflow, spec)
-    with pytest.raises(UserError, match=r"Triton has no type for 'date' \(date32.*'price' \(deci"):
+def test_types_of_raw_columns_that_are_served(tmp_path):
+    """Each as a client sends it; `predict --raw` takes them, too."""
+    home = of_types({name: values for name, (values, _) in SENT.items()}, tmp_path, 64)
+    parts = (home / "train", home / "workflow", "y", home / "data")
+    data = adopt(*parts, check_raw=home / "raw.parquet", progress=False)
+    with quick_saves():
+        run = train(data, replace(CONFIG, batch_size=32), home / "run", progress=False)
+    repository = export(run, home / "served", check_raw=home / "raw.parquet", progress=False)
+    inputs = repository.record["inputs"]
+    found = {name.removesuffix("__values"): kind for name, kind in inputs.items()}
+    assert {name: found[name] for name in SENT} == {name: kind for name, (_, kind) in SENT.items()}
+    assert len(predicted(run, home / "raw.parquet", tmp_path, raw=True)) == 64
+
+
+@pytest.mark.filterwarnings("ignore:Changing an NVTabular Dataset to CPU mode")
+@pytest.mark.parametrize("name", NOT_SENT)
+def test_types_of_raw_columns_that_are_not_served(tmp_path, name):
+    """`predict --raw` takes them."""
+    values, kind = NOT_SENT[name]
+    home = of_types({"x": values}, tmp_path, 8)
+    workflow = load_saved(home / "workflow")
+    lists = ("x",) if name == "dates" else ()
+    inference = InferenceWorkflow(
+        workflow, DatasetSpec("log", "y", ("x",)[len(lists) :], (), lists)
+    )
+    with pytest.raises(UserError, match=f"Triton has no type for 'x' \\({kind}\\)"):
         _request_schema(inference)
+    with pytest.raises(UserError, match=r"'x(__values)?' is .*\. Fit the workflow on columns of t"):
+        _request(pa.table({"x": values}))
+    rows = pq.read_table(home / "raw.parquet")
+    found = inference.transform(dict(zip(rows.column_names, rows.columns, strict=True)), "rows")
+    assert all(np.min(ids) > 2 for ids in found["x"])
 
 
 def test_raw_rows_are_checked(stock, shop, tmp_path, monkeypatch, capsys):
@@ -347,9 +412,16 @@ def test_raw_rows_are_checked(stock, shop, tmp_path, monkeypatch, capsys):
     assert "the exported model answers as predict" in capsys.readouterr().out
     export(shop[0], tmp_path / "shop", check_raw=shop[1], progress=False)
     monkeypatch.setattr(WorkflowOperator, "_inputs", in_another_order(WorkflowOperator._inputs))
-    words = "500 of 500 raw rows get another probability from the exported model than from predict"
+    words = (
+        r"49\d of 500 raw rows get another probability from the exported model than from predict"
+    )
     with pytest.raises(UserError, match=words):
         export(stock[0], tmp_path / "bad", check_raw=raw, progress=False)
+    monkeypatch.undo()
+    # What encodes requests is checked, not the workflow that encodes frames.
+    monkeypatch.setattr(PreparedRows, "_ids_of", lambda _, __, texts: np.ones(len(texts), int))
+    with pytest.raises(UserError, match=r"\d+ of 1,000 raw rows get another probability"):
+        export(shop[0], tmp_path / "bad", check_raw=shop[1], progress=False)
     assert {path.name for path in tmp_path.iterdir()} == {"good", "shop"}
 
 

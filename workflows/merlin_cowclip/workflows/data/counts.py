@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.models.vocabulary import is_encoded
 from merlin_cowclip.workflows.data.prepare.statistics import PADDING
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError
@@ -25,7 +26,7 @@ def write_counts(
 
 
 def read_counts(data: PreparedData, field: str) -> pa.Table:
-    """``id``, ``raw``, ``count`` of a field, row i for ID i; the padding of lists has count 0.
+    """``id``, ``raw``, ``count`` of a field, row i for ID i; Categorify's padding has count 0.
 
     Raises UserError if they do not belong to the training rows.
     """
@@ -38,7 +39,7 @@ def read_counts(data: PreparedData, field: str) -> pa.Table:
             f"{path} is not of these rows ({len(table):,} ids, {counts.sum():,} occurrences in "
             f"{rows:,} rows). Prepare the data again, or name the data it was held out of"
         )
-    if not one_hot:
+    if not one_hot and is_encoded(data.schema[field]):
         counts[PADDING] = 0
     return table.set_column(2, "count", pa.array(counts))
 

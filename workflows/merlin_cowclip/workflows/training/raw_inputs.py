@@ -24,6 +24,7 @@ from merlin_cowclip.workflows.data.prepare.pipeline import READERS
 from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD
 from merlin_cowclip.workflows.data.sources.base import Source
 from merlin_cowclip.workflows.data.sources.files import expand_paths
+from merlin_cowclip.workflows.data.sources.parquet import is_parquet
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.rows import as_rows, checked_rows
@@ -107,9 +108,7 @@ def _raw_logs(run: Run, spec: DatasetSpec, paths: dict[Path, Path], trust: bool)
 
 def _log(spec: DatasetSpec, path: Path, root: Path) -> Source:
     """A log in the run's format, or in parquet, which is known by its first bytes."""
-    with path.open("rb") as file:
-        is_parquet = file.read(4) == b"PAR1"
-    if is_parquet:
+    if is_parquet(path):
         spec = dataclasses.replace(spec, format="parquet", header=True, columns=None)
     return READERS[spec.format](spec, path, root=root)
 

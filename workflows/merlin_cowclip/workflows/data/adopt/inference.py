@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ class InferenceWorkflow:
         frame = {
             name: _zeros(rows, kind)
             if name in absent
-            else _cast(columns[name], kind, f"column {name!r} of {where}")
+            else as_fitted(columns[name], kind, f"column {name!r} of {where}")
             for name, kind in self.types.items()
         }
         try:
@@ -99,6 +100,13 @@ class InferenceWorkflow:
                 "workflow wrote"
             )
         return out
+
+
+def halves(rows: int) -> Iterator[slice]:
+    """Parts of n rows: the first half, half of the rest, and so on, down to one row."""
+    first = 0
+    while first < rows:
+        yield slice(first, first := first + max(1, (rows - first) // 2))
 
 
 def why_not_raw(workflow: nvt.Workflow, fields: Mapping[str, Column]) -> str | None:
@@ -163,24 +171,33 @@ def _types(workflow: nvt.Workflow, outputs: Mapping[str, Column]) -> dict[str, p
         held = pa.from_numpy_dtype(kind) if kind.kind in "iufb" else read.get(column.name)
         if kind.kind == "M" or (held is not None and kinds.is_timestamp(held)):
             held = pa.timestamp("ns", getattr(held, "tz", None))  # pandas' unit
+        elif held == pa.float16():
+            held = pa.float32()
+        elif held is not None and kinds.is_decimal(held):  # as wide as the vocabulary's values
+            held = pa.decimal128(38, held.scale)
         found[column.name] = pa.list_(held) if column.is_list and held is not None else held
     return found
 
 
-def _cast(column: Any, kind: pa.DataType | None, where: str) -> pa.Array:
-    """A column as the fit had it, by Arrow's checked cast."""
+def as_fitted(column: Any, kind: pa.DataType | None, where: str) -> pa.Array:
+    """A column as the fit had it, by Arrow's checked cast; UserError for another type."""
     try:
         if isinstance(column, pd.Series):
             column = pa.array(column, from_pandas=True)
         if isinstance(column, pa.ChunkedArray):
             column = column.combine_chunks()
+        # Arrow does not cast these.
         if kinds.is_dictionary(column.type):
             column = column.dictionary_decode()
-        if kind is None and _alike(column.type) != "number":
+        elif kinds.is_fixed_size_list(column.type):
+            column = pa.array(column.to_pylist(), pa.list_(column.type.value_type))
+        elif kinds.is_float16(column.type):
+            column = pa.array(column.to_pandas().astype("float32"), from_pandas=True)
+        if kind is None and (_alike(column.type) != "number" or kinds.is_decimal(column.type)):
             return column
         if kind is not None and column.null_count == len(column):
             return pa.nulls(len(column), kind)
-        if kind is not None and _alike(column.type) in (_alike(kind), ["list", pa.null()]):
+        if kind is not None and _alike(column.type) in (_alike(kind), ["list", "null"]):
             return column.cast(kind)
         raise UserError(
             f"{where} is {column.type}, but was {kind or 'no number'} when the workflow was "
@@ -200,10 +217,12 @@ def _alike(kind: pa.DataType) -> Any:
     if kinds.is_dictionary(kind):
         return _alike(kind.value_type)
     if kinds.is_timestamp(kind):
-        return "time", kind.tz
-    if kinds.is_integer(kind) or kinds.is_floating(kind):
+        return "timestamp", kind.tz
+    if kinds.is_integer(kind) or kinds.is_floating(kind) or kinds.is_decimal(kind):
         return "number"
-    return "text" if is_text(kind) else kind
+    if is_text(kind) or kinds.is_fixed_size_binary(kind):
+        return "text"
+    return re.sub("[^a-z].*", "", str(kind))  # of dates, times and durations in any unit
 
 
 def _zeros(rows: int, kind: pa.DataType | None) -> pa.Array:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from merlin_cowclip.workflows.data.adopt import validate
@@ -74,7 +75,7 @@ class Pipeline:
         target = ColumnSchema(
             label,
             tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION],
-            dtype=stored.field(label).type.to_pandas_dtype(),
+            dtype=np.dtype(stored.field(label).type.to_pandas_dtype()),
         )
         inputs = [
             _input_schema(schemas[c], stored.field(c).type, columns[c], c in spec.ids)
@@ -159,7 +160,7 @@ def _input_schema(
         column.name,
         tags=[tag for tag in column.tags if tag not in _TARGETS],
         properties=properties,
-        dtype=validate.element_type(kind).to_pandas_dtype(),
+        dtype=np.dtype(validate.element_type(kind).to_pandas_dtype()),
         is_list=validate.is_list(kind),
         is_ragged=validate.is_list(kind),
     )

@@ -30,11 +30,12 @@ from merlin_cowclip.workflows.data.prepared_data import (
     write_record,
 )
 from merlin_cowclip.workflows.data.sources.files import refuse_twice
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
 
 BATCH_ROWS = 1 << 17  # held at a time, twice: one batch is checked while the next is read
+UNSCALED = 1e3  # a number column with a larger absolute value is noted
 
 
 def adopt(
@@ -79,6 +80,12 @@ def adopt(
     with all_or_nothing(out) as folder:
         pipeline = Pipeline.of(workflow, files, label, out.absolute().name)
         counts, report = _scan(pipeline, splits, progress)
+        ends = {name: max(-of["min"], of["max"]) for name, of in report["fields"].items()}
+        if unscaled := [name for name, end in ends.items() if end > UNSCALED]:
+            pipeline.notes.append(
+                f"numbers beyond ±{UNSCALED:,g}, with which training can fail: {quoted(unscaled)}. "
+                "Scale them in the workflow (Normalize, NormalizeMinMax, LogOp)"
+            )
         check_unchanged(itertools.chain(*states.values()))  # while it was read
         (folder / "workflow").mkdir()
         for name in WORKFLOW_FILES:
@@ -86,7 +93,8 @@ def adopt(
         if (workflow / SAVED_FILES).is_dir():
             shutil.copytree(workflow / SAVED_FILES, folder / "workflow" / SAVED_FILES)
         if check_raw is not None:
-            _check_raw(pipeline, folder / "workflow", validate.open_files(check_raw), files)
+            raw = validate.open_files(check_raw)
+            pipeline.notes.extend(_check_raw(pipeline, folder / "workflow", raw, files))
         (folder / "counts").mkdir()
         for name, by_id in counts.items():
             vocabulary = pipeline.columns[name].vocabulary
@@ -108,15 +116,15 @@ def adopt(
 
 def _check_raw(
     pipeline: Pipeline, workflow: Path, raw: list[ParquetFile], files: list[ParquetFile]
-) -> None:
-    """Compare raw rows, encoded by the copied workflow, with the parquet."""
+) -> list[str]:
+    """Compare raw rows, encoded by the copied workflow, with the parquet; returns notes."""
     spec = pipeline.spec
     inference = InferenceWorkflow(load_saved(workflow), spec)
     # `TargetEncoding` encodes rows of its fit by folds.
     fields = [c for c in spec.fields if not pipeline.columns[c].is_statistic]
     if all(inference.has_label(file.schema.names) for file in raw):
         fields.append(spec.label)
-    check_skew(inference, raw, files, fields)
+    return check_skew(inference, raw, files, fields)
 
 
 def _scan(
@@ -124,8 +132,8 @@ def _scan(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Check all rows; returns the counts of training ids by field, and the report."""
     spec, sizes, remedy = pipeline.spec, pipeline.cardinalities, validate.LABEL_REMEDY
-    if spec.label in pipeline.columns and (by := pipeline.columns[spec.label].changed_by):
-        names = ", ".join(operator_name(node.op) for node in by)
+    by = {n: [operator_name(x.op) for x in c.changed_by] for n, c in pipeline.columns.items()}
+    if names := ", ".join(by.get(spec.label, [])):
         remedy = f"The workflow changed the label ({names}). Let it pass the label unchanged"
     counts = {name: np.zeros(size, np.int64) for name, size in sizes.items()}
     ranges = {name: {"min": np.inf, "max": -np.inf} for name in spec.continuous}
@@ -139,7 +147,8 @@ def _scan(
                 rows[split] += batch.num_rows
                 positives[split] += int(np.count_nonzero(labels))
                 for name in spec.continuous:
-                    values = validate.checked_numbers(batch, name, where)
+                    before = ", ".join(by[name]) or "the model"
+                    values = validate.checked_numbers(batch, name, where, before)
                     if split == "train":
                         ranges[name]["min"] = min(ranges[name]["min"], float(values.min()))
                         ranges[name]["max"] = max(ranges[name]["max"], float(values.max()))

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
+from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow, halves
 from merlin_cowclip.workflows.data.adopt.validate import ParquetFile, batches
 from merlin_cowclip.workflows.errors import UserError, clipped
 
@@ -24,13 +24,21 @@ def check_skew(
     raw: Sequence[ParquetFile],
     encoded: Sequence[ParquetFile],
     fields: Sequence[str],
-) -> None:
+) -> list[str]:
     """Encode raw rows, and look each up among the rows that the workflow wrote, in any order.
 
     Numbers are compared to 3 digits. The error of rows that are not there names the fields that
-    differ.
+    differ. Returns a note if the workflow drops rows.
     """
-    rows, total = _sample(inference, raw, fields), sum(file.rows for file in encoded)
+    given, total = (sum(file.rows for file in files) for files in (raw, encoded))
+    step = max(1, given // ROWS)
+    rows, taken = _sample(inference, raw, fields, step), -(-given // step)
+    sizes = (
+        f"the workflow drops {taken - len(rows):,} of {taken:,} checked raw rows; there are "
+        f"{given:,} raw rows, {total:,} in the parquet"
+    )
+    if rows.empty or (len(rows) == taken and given > total):
+        raise UserError(f"{sizes}. Write all rows again, or give the raw rows of this parquet")
     views = _views(rows)
     wanted = [_hashes(view(rows)) for view in views]
     found, strange = np.zeros(len(rows), bool), None
@@ -50,13 +58,13 @@ def check_skew(
             f"{strange} has none of the {len(rows):,} raw rows that were checked. It may be left "
             "from another fit: remove it. Or give the raw rows of all files"
         )
+    return [sizes] if len(rows) < taken else []
 
 
 def _sample(
-    inference: InferenceWorkflow, raw: Sequence[ParquetFile], fields: Sequence[str]
+    inference: InferenceWorkflow, raw: Sequence[ParquetFile], fields: Sequence[str], step: int
 ) -> pd.DataFrame:
-    """Encode about every n-th raw row; the index is its number, from 1 on."""
-    step = max(1, sum(file.rows for file in raw) // ROWS)
+    """Encode every ``step``-th raw row, in small groups; the index is its number, from 1 on."""
     parts, first = [], 0
     for file in raw:
         names = [name for name in inference.columns if name in file.schema.names]
@@ -66,6 +74,10 @@ def _sample(
                 columns = {name: batch.column(name).take(pa.array(taken)) for name in names}
                 out = inference.transform(columns, where, may_drop=True)[list(fields)]
                 kept = len(out) == len(taken)  # else a Filter dropped some
+                if kept:  # of a group that a Filter drops, NVTabular keeps a row
+                    groups = [{n: columns[n][part] for n in names} for part in halves(len(taken))]
+                    out = pd.concat([inference.transform(group, where) for group in groups])
+                    out = out[list(fields)]
                 out.index = pd.Index(first + taken + 1 if kept else np.zeros(len(out), int))
                 parts.append(out)
             first += batch.num_rows
@@ -121,6 +133,7 @@ def _refuse(
     raise UserError(
         f"{len(lost):,} of {len(rows):,} raw rows are encoded otherwise than in the parquet. Of "
         f"row {mine.index[0]:,} the workflow makes {clipped(found)} as in {nearest}, "
-        "which is most similar. Write the parquet again with this workflow (a frame as "
-        "Dataset(frame.reset_index(drop=True))), or give the raw rows that it was written from"
+        "which is most similar. Operators must not depend on the other rows of a batch. Or write "
+        "the parquet again with this workflow (a frame as Dataset(frame.reset_index(drop=True))), "
+        "or give the raw rows that it was written from"
     )

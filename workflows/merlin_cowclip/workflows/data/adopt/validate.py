@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_twice
-from merlin_cowclip.workflows.data.sources.parquet import open_parquet
+from merlin_cowclip.workflows.data.sources.parquet import is_parquet, open_parquet
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, quoted
 
@@ -61,7 +61,7 @@ def open_files(given: str | Path | Sequence[str | Path]) -> list[ParquetFile]:
 
 def _parts(found: list[Path], given: str | Path) -> list[Path]:
     """The parquet files among those of a folder or glob that NVTabular wrote last."""
-    parts = [path for path in found if path.suffix == ".parquet" or _is_parquet(path)]
+    parts = [path for path in found if path.suffix == ".parquet" or is_parquet(path)]
     for listing in {path.parent / _LIST for path in parts}:
         if listing.exists():
             last = {Path(line).name for line in listing.read_text(encoding="utf-8").splitlines()}
@@ -69,11 +69,6 @@ def _parts(found: list[Path], given: str | Path) -> list[Path]:
     if not parts:
         raise UserError(f"No parquet file in {str(given)!r}. Check the path")
     return parts
-
-
-def _is_parquet(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"PAR1"
 
 
 def check_columns(spec: DatasetSpec, files: Sequence[ParquetFile], *, labelled: bool) -> None:
@@ -176,22 +171,29 @@ def checked_ids(batch: pa.RecordBatch, name: str, limit: int, where: BatchLocati
         at = int(np.argmax((ids < 0) | (ids >= limit)))
         found = f"id {ids[at]}, beyond the schema's 0 to {limit - 1},"
         remedy = (
-            "Give the parquet that this workflow wrote. Categorify(single_table=True) is not "
-            "supported, and one with encode_type='combo' must come first (combo + others)"
+            "Give the parquet that this workflow wrote. NVTabular exceeds its own range with "
+            "Categorify(single_table=True) and Categorify(vocabs=…, num_buckets=…): leave "
+            "single_table or num_buckets out. encode_type='combo' must come first (combo + others)"
         )
         _refuse(batch.column(name), name, at, found, where, remedy)
     return ids
 
 
-def checked_numbers(batch: pa.RecordBatch, name: str, where: BatchLocation) -> np.ndarray:
-    """The numbers of a batch, all finite in float32."""
-    values = _values(batch.column(name), name, where)
+def checked_numbers(
+    batch: pa.RecordBatch, name: str, where: BatchLocation, before: str = "the model"
+) -> np.ndarray:
+    """The numbers of a batch, all finite in float32; ``before`` names operators in the remedy."""
+    column = batch.column(name)
+    if pa.types.is_floating(column.type):
+        column = column.fill_null(np.nan)  # pandas writes NaN as null
+    values = _values(column, name, where)
     # NaN makes both comparisons false.
     if not (values.min() >= -FLOAT32_MAX and values.max() <= FLOAT32_MAX):
         at = int(np.argmin(np.abs(values) <= FLOAT32_MAX))
-        found = f"{values[at]}, which is not a finite float32,"
-        remedy = "Fill or clip it in the workflow (FillMissing, Clip)"
-        _refuse(batch.column(name), name, at, found, where, remedy)
+        value = "null or NaN" if np.isnan(values[at]) else values[at]
+        found = f"{value}, which is not a finite float32,"
+        remedy = f"Fill missing numbers or clip them (FillMissing, Clip) before {before}"
+        _refuse(column, name, at, found, where, remedy)
     return values
 
 

@@ -74,9 +74,17 @@ class ParquetSource(Source):
 def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
     """A parquet file; raises UserError for what Arrow raises while it is open."""
     try:
+        if not is_parquet(path):
+            raise UserError(f"{path} is not parquet, but may be CSV. Give a parquet file")
         with pa.OSFile(os.fsencode(path)) as file:  # a name need not be UTF-8
             yield pq.ParquetFile(file)
     except (OSError, pa.ArrowException) as error:
         raise UserError(
             f"{path} is not a whole parquet file: {clipped(str(error))}. Write it again"
         ) from None
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file begins as parquet does."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PAR1"
