@@ -16,10 +16,8 @@ from merlin_cowclip.workflows import train
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
-from merlin_cowclip.workflows.study import largest_batch as largest
 from merlin_cowclip.workflows.study import tune as tuning
 from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.study.largest_batch import largest_batch
 from merlin_cowclip.workflows.study.search_space import Point
 from merlin_cowclip.workflows.study.tune import Trainers, tune
 from merlin_cowclip.workflows.study.tuned import Tuned, difference
@@ -163,9 +161,7 @@ def test_interrupted_and_resumed(data, config, tmp_path, fake, shared, monkeypat
     assert error.value.number == 15
     assert str(error.value).endswith("Resume with: the command")
     assert not (out / "result.json").exists()
-    with pytest.raises(
-        UserError, match="did not end. Begin or resume it with: merlin-cowclip tune"
-    ):
+    with pytest.raises(UserError, match="did not end. Resume it: merlin-cowclip tune DATA --out"):
         Tuned.open(out)
     tuned = tune(data, config, out, trials=12)
     warning, _, header, *rest = capsys.readouterr().out.splitlines()
@@ -374,31 +370,6 @@ def test_without_a_base_the_portfolio_is_tried_first(data, tmp_path, fake):
     spent = sum(len(t["epochs"]) for t in trials)
     spent += sum(len(row["seeds"]) * row["best_epoch"] for row in tuned.result["table"])
     assert f"as long as {spent} epochs of 1.0 s." in tuned.tables()
-
-
-def test_the_largest_batch_that_loses_nothing(data, config, tmp_path, fake, monkeypatch):
-    """At 4 times the batch no value is near the best: it is searched again there, and loses."""
-    stock, last = fake.epochs, 4 * config.batch_size
-
-    def epochs(train, *rest):
-        for epoch in stock(train, *rest):
-            yield {**epoch, "auc": 0.79 if train.batch_size == last else 0.8}
-
-    monkeypatch.setattr(fake, "epochs", epochs)
-    tuned = tuned_by(data, config, tmp_path / "tune", trials=8, seeds=2)
-    rows = largest_batch(data, tuned, seeds=2, progress=False)
-    assert [row["batch_size"] for row in rows] == [64, 256, 512, 1024]
-    assert [row["values"] in ("sqrt", "none") for row in rows] == [True, False, True, True]
-    assert [len(Tuned.open(row["folder"]).result["trials"]) for row in rows] == [2, 8, 2, 10]
-    assert [row["loss"] for row in rows] == pytest.approx([0, 0, 0, 0.01])
-    assert [row["is_largest"] for row in rows] == [False, False, True, False]
-    assert rows[2]["mean"] == pytest.approx(rows[1]["mean"], abs=largest.TOLERANCE)
-    assert rows == json.loads((tuned.path / "largest.json").read_text())
-    text = largest.largest_batch_table(rows)
-    assert text.endswith("Largest batch size within 0.05% AUC of the best: 512.")
-    trained = len(fake.configs)
-    assert largest_batch(data, tuned, seeds=2, progress=False) == rows
-    assert len(fake.configs) == trained
 
 
 # Trials that train

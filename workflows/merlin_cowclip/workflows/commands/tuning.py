@@ -55,11 +55,6 @@ _search = functools.partial(option, group=_SEARCH)
     shown="0.1",
 )
 @_search("--seeds", type=int, default=3, metavar="K", help="seeds to retrain the best with")
-@_search(
-    "--largest-batch",
-    is_flag=True,
-    help="then try a quarter, twice and four times the batch size; --budget does not count it",
-)
 @option(
     "--base",
     type=PATH,
@@ -80,7 +75,7 @@ def tune(data: Path, out: Path, **values: Any) -> None:
     """
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
-    opened, seeds, progress = PreparedData.open(data), values["seeds"], not values["quiet"]
+    opened, progress = PreparedData.open(data), not values["quiet"]
     config, source = tune_config(out, values, opened)
     if progress:
         print(f"Base: {source}" if source else f"Resuming {out}")
@@ -92,23 +87,15 @@ def tune(data: Path, out: Path, **values: Any) -> None:
         config,
         out,
         trials=values["trials"],
-        seeds=seeds,
+        seeds=values["seeds"],
         budget=values["budget"],
         command=shlex.join(["merlin-cowclip", *sys.argv[1:]]),
         progress=progress,
     )
     print(tuned.tables())
-    size = config.batch_size
-    if values["largest_batch"]:
-        from merlin_cowclip.workflows.study.largest_batch import largest_batch, largest_batch_table
-
-        rows = largest_batch(opened, tuned, seeds=seeds, progress=progress)
-        print(f"\n{largest_batch_table(rows)}")
-        found = next(row for row in rows if row["is_largest"])
-        out, size = Path(found["folder"]), found["batch_size"]
     places = shlex.quote(str(data)), shlex.quote(str(out))
     train = f"merlin-cowclip train {places[0]} --tuned {places[1]} --out RUN"
-    print(f"\nAt batch size {size:,}: {train}")
+    print(f"\nAt batch size {config.batch_size:,}: {train}")
 
 
 def tune_config(
