@@ -351,7 +351,7 @@ def test_a_fit_tells_the_length_of_the_warm_up_until_it_is_over():
     optimizer = CowClipOptimizer.for_model(model, HOT.replace(warmup_epochs=0.5))
     for made, steps, length in [(0, 2, 1), (1, 7, 3), (2, 9, 4), (5, 90, 4)]:
         optimizer.default_optimizer.iterations.assign(made)
-        optimizer.fit_begins(__file__, 1)
+        optimizer.fit_begins()
         optimizer.training_begins(steps)
         assert optimizer.warmup_steps == length
 

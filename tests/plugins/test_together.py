@@ -12,7 +12,6 @@ from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
 from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags, mm
 from merlin_cowclip.plugins.distributed.horovod import Ranks
 from merlin_cowclip.plugins.optimizers import cowclip as optimizer
-from merlin_cowclip.plugins.optimizers import model_hooks as fits
 from merlin_cowclip.plugins.optimizers import rank_sync as together
 from merlin_cowclip.plugins.optimizers.state import state_of
 
@@ -85,7 +84,7 @@ def test_a_fit_starts_with_the_state_and_other_epochs_with_the_learning_rate(
     monkeypatch.setattr(together, "broadcast", lambda variables: sent.append(list(variables)))
 
     def begin(*, epochs=1):
-        model.optimizer.fit_begins(__file__, 1)
+        model.optimizer.fit_begins()
         model.optimizer.training_begins(None)
         for _ in range(epochs):
             together.synchronize(model.optimizer, model)
@@ -145,7 +144,6 @@ def merlin_on_two_ranks(monkeypatch):
 
     monkeypatch.setattr(base, "hvd_installed", True)
     monkeypatch.setattr(base, "hvd", SimpleNamespace(size=lambda: 2, rank=lambda: 0))
-    monkeypatch.setattr(fits, "ranks", lambda: Ranks(0, 2, 0, 2))
 
 
 def test_loss_scaling_stays_as_it_is_on_several_ranks(merlin_on_two_ranks, tmp_path):

@@ -253,7 +253,7 @@ def test_split_by_time(log, path, quick, column, share):
     [
         (
             lambda log: log.assign(hour=log["hour"].where(log.index != 7)),
-            "log.csv, line 9, column 'hour': the time None is not a number, a timestamp or ISO",
+            "log.csv, line 9, column 'hour': the time is missing",
         ),
         (
             lambda log: log.assign(hour=5),
@@ -358,7 +358,7 @@ MIXED = "column 'when' has numbers and dates. Write its times in one form"
         ("csv", ["2024-09-31"] * 400, None, "the time '2024-09-31' is not a number"),
         (
             *("csv", ["31/01/2024", "30/02/2024"] * 200, "%d/%m/%Y"),
-            "0.csv, line 3, .*: the time '30/02/2024' is not in the time_format '%d/%m/%Y'",
+            "0.csv, line 3, .*: the time '30/02/2024' is not in time_format '%d/%m/%Y'",
         ),
         ("csv", [*[7] * 350, "noon", *[7] * 49], None, "1.csv, line 152, .*: the time 'noon' is"),
         ("csv", [*[7] * 350, "inf", *[7] * 49], None, "1.csv, line 152, .*: the time 'inf' is"),

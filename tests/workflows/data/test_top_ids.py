@@ -120,7 +120,7 @@ def test_counts_of_the_top_k_data(data, top3, field):
 def test_the_folder_is_whole_and_says_where_it_is_from(data, top3):
     assert {p.name for p in top3.path.iterdir()} == {
         *(".merlin", "counts", "prepare.json", "schema.pbtxt"),
-        *("test", "train", "valid", "workflow"),
+        *("test", "train", "valid", "workflow", "order.parquet"),
     }
     assert top3.record["derived_from"] == {"path": str(data.path), "top_k": 3}
     assert (top3.rows, top3.seed, top3.spec) == (data.rows, data.seed, data.spec)

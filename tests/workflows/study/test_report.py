@@ -103,8 +103,8 @@ def as_text(page: str) -> str:
     return html.unescape(re.sub(r"<small>(.*?)</small>", r" \1", page))
 
 
-def read(out: Path, **options: float) -> str:
-    return as_text(report(out, **options).read_text())
+def read(out: Path) -> str:
+    return as_text(report(out).read_text())
 
 
 @pytest.fixture(scope="module")
@@ -260,22 +260,6 @@ def test_a_folder_that_cannot_be_reported_is_refused(tmp_path):
     with pytest.raises(UserError, match="a report needs runs that ended"):
         report(out)
     assert not (out / "report.html").exists()
-
-
-def test_the_cost_of_an_epoch_of_criteo(tmp_path):
-    out = swept(tmp_path / "out", ["time"], dataclasses.replace(SETTING, seeds=(1,)))
-    found = {(o.cell.row, o.cell.column): o for o in sweep.outcomes(out, "time")}
-    minutes = found["dcn", "8,192"].mean("train_seconds")[0] / 60
-    text = read(out)
-    assert "price" not in text
-    text = text[text.index("minutes of an epoch of Criteo, estimated") :]
-    assert re.search(rf"\| dcn \|.* \| \[{minutes:.1f}\]\(runs", text)
-    text = read(out, price_per_hour=2.5)
-    text = text[text.index("price of an epoch of Criteo, estimated") :]
-    assert re.search(rf"\| dcn \|.* \| \[{2.5 * minutes / 60:.2f}\]\(runs", text)
-    text = read(out, rows=2 * FULL["train"])
-    text = text[text.index("minutes of an epoch of 82,513,110 rows, estimated") :]
-    assert re.search(rf"\| dcn \|.* \| \[{2 * minutes:.1f}\]\(runs", text)
 
 
 def test_rules_have_the_same_color_everywhere():

@@ -59,7 +59,7 @@ def test_a_fit_knows_the_global_batch_of_a_loaders_dataset(data, monkeypatch, re
     model = deepfm(data.schema, embedding_dim=2, mlp=(2,))
     model(loader.peek()[0])
     optimizer = CowClipOptimizer.for_model(model, Hyperparameters(BATCH, warmup_epochs=0.0))
-    check = optimizer._check_batch_size
+    check = optimizer._record_batch_size
 
     def check_on_two_ranks():
         with monkeypatch.context() as two:
@@ -67,7 +67,7 @@ def test_a_fit_knows_the_global_batch_of_a_loaders_dataset(data, monkeypatch, re
             check()
 
     for one, said in ((check_on_two_ranks, False), (check, True)):
-        monkeypatch.setattr(optimizer, "_check_batch_size", one)
+        monkeypatch.setattr(optimizer, "_record_batch_size", one)
         model.compile(optimizer=optimizer, metrics=[])
         for given in (loader, dataset, loader.map(lambda *batch: batch)):
             recwarn.clear()

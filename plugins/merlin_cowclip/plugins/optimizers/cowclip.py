@@ -88,7 +88,6 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     awaits_rank_sync = False  # a fit has begun on several ranks, and no RankSync in it yet
     is_started = False  # whether all ranks have rank 0's state
     _is_new_fit = False  # `fit` was called, and has not made its train function yet
-    _first_batch: tuple[int, str, int] | None = None  # of a fit: its update, who called, and where
     _model: Callable[[], Any] = staticmethod(lambda: None)  # a weak reference
     _bound: tuple[Any, ...] = ()
     _specs: list[TableSpec] | None = None
@@ -141,6 +140,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         self._track_trackable(dense, name="dense")
         if warm_up is not None:
             self._track_trackable(warm_up, name="warmup_steps")
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._batch_rows = tf.Variable(0, trainable=False, dtype=tf.int64)  # not saved
         self.warm_up = warm_up  # its length, a variable, where there is one
         self.hyperparameters = hp
         self.update_mode = update
@@ -355,37 +356,34 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             epochs = self.hyperparameters.warmup_epochs
             self.warm_up.assign(math.floor(epochs * steps_per_epoch))
 
-    def fit_begins(self, file: str, line: int) -> None:
-        """A `fit` was called, from there."""
+    def fit_begins(self) -> None:
+        """A `fit` was called."""
         self._is_new_fit = True
-        self._first_batch = int(self.iterations), file, line
+        self._batch_rows.assign(0)
 
-    def _check_batch_size(self) -> None:
-        """Warn in a fit's first step if its batch has another size than the hyperparameters'."""
+    def _record_batch_size(self) -> None:
+        """Keep the size of the fit's largest batch so far; the last one may be smaller."""
         features: dict[Any, dict[Any, Lookup]] = {}
         for spec in self.table_specs:
             for one in spec.recorder.lookups():
                 features.setdefault((spec, one.feature), {})[one.identity] = one
-        if not features:
-            return
-        # The feature with the fewest: micro-batches add up, and sampled negatives are no samples.
-        lookups = min(features.values(), key=len).values()
-        size = tf.add_n([one.batch_size() for one in lookups]) * ranks().size
+        if features:
+            # The feature with the fewest: micro-batches add up, and sampled negatives are none.
+            lookups = min(features.values(), key=len).values()
+            size = tf.add_n([one.batch_size() for one in lookups]) * ranks().size
+            with tf.device("CPU:0"):  # where shapes are
+                self._batch_rows.assign(tf.maximum(self._batch_rows, tf.cast(size, tf.int64)))
 
-        def warn() -> None:  # which does so in the first step only: the last batch may be smaller
-            tf.numpy_function(self._warn_of_batch_size, [size, self.iterations], [])
-
-        tf.cond(tf.equal(size, self.hyperparameters.batch_size), lambda: None, warn)
-
-    def _warn_of_batch_size(self, size: int, update: int) -> None:
-        begun, self._first_batch = self._first_batch, None
-        if begun is not None and begun[0] == update:
+    def warn_of_batch_size(self, file: str, line: int) -> None:
+        """Warn the caller of `fit` if its batches have another size than the hyperparameters'."""
+        wanted, found = self.hyperparameters.batch_size, int(self._batch_rows)
+        if found not in (0, wanted):
             message = (
-                f"The hyperparameters are for batches of {self.hyperparameters.batch_size:,} "
-                f"samples, but this fit has batches of {size:,}. Use scale(…, to={size}), or the "
-                "batch size that they are for."
+                f"The hyperparameters are for batches of {wanted:,} samples, but this fit has "
+                f"batches of {found:,}. Use scale(…, to={found}), or the batch size that they are "
+                "for."
             )
-            warnings.warn_explicit(message, UserWarning, *begun[1:])  # the call of fit
+            warnings.warn_explicit(message, UserWarning, file, line)
 
     def training_begins(self, steps_per_epoch: int | None) -> None:
         """Keras makes or reuses its train function, for a new fit or for `train_on_batch`."""
@@ -451,7 +449,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         pairs = filter_empty_gradients(grads_and_vars)
         if ranks().size == 1:
             return list(super()._aggregate_gradients(pairs))
-        self._check_batch_size()  # `reduce_gradients` takes the lookups
+        self._record_batch_size()  # `reduce_gradients` takes the lookups
         return reduce_gradients(self, pairs, scaled=True)
 
     @tf.autograph.experimental.do_not_convert  # as in a `fit`: a loop of one's own may be converted
@@ -480,7 +478,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
             self.create_slots([v for _, v in pairs])
-        self._check_batch_size()
+        self._record_batch_size()
         if experimental_aggregate_gradients and ranks().size > 1:
             pairs = reduce_gradients(self, pairs)
         if not pairs:  # all is frozen: no update, which Keras does not count either

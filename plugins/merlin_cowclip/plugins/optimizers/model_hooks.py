@@ -26,6 +26,23 @@ if TYPE_CHECKING:
 _REDUCTION = tf.keras.losses.Reduction
 
 
+class BatchSizeCheck(tf.keras.callbacks.Callback):
+    """Warns after the first batch of a `fit` if it has another size than the hyperparameters'."""
+
+    _supports_tf_logs = True  # else Keras waits for the values of each batch's logs
+
+    def __init__(self, optimizer: CowClipOptimizer, file: str, line: int) -> None:
+        super().__init__()
+        self._caller: tuple[str, int] | None = (file, line)
+        self._optimizer = optimizer
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Check the first batch."""
+        if self._caller is not None:
+            self._optimizer.warn_of_batch_size(*self._caller)
+            self._caller = None
+
+
 def install_hooks(model: tf.keras.Model, optimizer: CowClipOptimizer) -> None:
     """Replace methods of `model`: its own `CowClipOptimizer`, else `optimizer`, hears of calls."""
     bound = weakref.ref(optimizer)  # which copies do not follow
@@ -49,9 +66,19 @@ def _method(name: str, hook: Callable[..., Any], bound: Callable[[], Any]) -> Ca
 
 
 def _fit(compiled: Any, bound: Any, model: Any, fit: Any, *arguments: Any, **named: Any) -> Any:
-    if compiled is not None:
-        caller = sys._getframe(2)
-        compiled.fit_begins(caller.f_code.co_filename, caller.f_lineno)
+    if compiled is None:
+        return fit(*arguments, **named)
+    compiled.fit_begins()
+    caller = sys._getframe(2)
+    check = BatchSizeCheck(compiled, caller.f_code.co_filename, caller.f_lineno)
+    place = 5  # of the callbacks, in Keras's and Merlin's fit
+    given = arguments[place] if len(arguments) > place else named.get("callbacks")
+    if isinstance(given, tf.keras.callbacks.CallbackList):
+        given.append(check)
+    elif len(arguments) > place:
+        arguments = (*arguments[:place], [*tf.nest.flatten(given or []), check], *arguments[6:])
+    else:
+        named["callbacks"] = [*tf.nest.flatten(given or []), check]
     return fit(*arguments, **named)
 
 

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 _BASE = "Hyperparameters at the first batch size, the base"
 _DOUBLED = "1024, doubled as long as the data allows"
 _OPTIONS = ("epochs", "update", *NETWORK, "dense_schedule", "embedding_schedule")
-_PRICE = "of the machine, for the cost of an epoch of Criteo"
 _WHAT = "\n".join(f"  {study.name}: {study.title} ({study.paper})" for study in STUDIES.values())
 
 
@@ -112,9 +111,7 @@ def _setting(values: Mapping[str, Any], data: PreparedData) -> tuple[Setting, st
 @click.command(cls=Command, example="report sweep")
 @argument("runs", type=PATH, nargs=-1, required=True, metavar="SWEEP|RUN...")
 @path("--out", "HTML", "page to write, of runs", shown="report.html")
-@option("--price-per-hour", type=click.FloatRange(0, min_open=True), metavar="PRICE", help=_PRICE)
-@option("--rows", type=click.IntRange(1), metavar="N", help="of an epoch other than Criteo's")
-def report(runs: Sequence[Path], out: Path | None, **values: Any) -> None:
+def report(runs: Sequence[Path], out: Path | None) -> None:
     """Write a page on a sweep's studies, or one that compares runs.
 
     For a sweep, writes SWEEP/report.html: each study's table next to the paper's numbers,
@@ -128,7 +125,7 @@ def report(runs: Sequence[Path], out: Path | None, **values: Any) -> None:
     if len(runs) == 1 and not (runs[0] / CONFIG).exists():
         if out is not None:
             raise UserError("--out is for a page of runs; a sweep's is SWEEP/report.html")
-        print(report(runs[0], **given(values)))
+        print(report(runs[0]))
         return
     out = out or Path(HTML)
     refuse_existing(out, "file")

@@ -31,7 +31,7 @@ from merlin_cowclip.workflows.training.configuration import TrainConfig
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
-_OWN = ("batch_size", "epochs", "held_out", "seed", "deterministic")
+_OWN = ("batch_size", "epochs", "seed", "deterministic")
 _BASE_OPTIONS = ("base_batch_size", "dense_lr", "embedding_lr", "l2")
 _SEARCH, _BASE = "The search", "A base, from which every rule predicts"
 _search = functools.partial(option, group=_SEARCH)
@@ -47,13 +47,6 @@ _search = functools.partial(option, group=_SEARCH)
 )
 @_search("--budget", type=float, metavar="MINUTES", help="stop after about this many minutes")
 @fields(TrainConfig, "epochs", "seed", group=_SEARCH)
-@_search(
-    "--held-out",
-    type=float,
-    metavar="SHARE",
-    help="share of the training rows to measure trials by, of data without a validation part",
-    shown="0.1",
-)
 @_search("--seeds", type=int, default=3, metavar="K", help="seeds to retrain the best with")
 @option(
     "--base",

@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.models.vocabulary import is_encoded
 from merlin_cowclip.workflows.data.prepare.statistics import PADDING
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError
@@ -39,7 +38,7 @@ def read_counts(data: PreparedData, field: str) -> pa.Table:
             f"{path} is not of these rows ({len(table):,} ids, {counts.sum():,} occurrences in "
             f"{rows:,} rows). Prepare the data again, or name the data it was held out of"
         )
-    if not one_hot and is_encoded(data.schema[field]):
+    if not one_hot and data.schema[field].properties.get("cat_path"):  # by Categorify
         counts[PADDING] = 0
     return table.set_column(2, "count", pa.array(counts))
 

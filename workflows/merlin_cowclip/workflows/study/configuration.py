@@ -62,8 +62,6 @@ class TuneConfig:
       rule_epochs: how many the rules' points are trained, or `None` for the most.
       epochs: the most that a trial trains.
       rows: of the training part, by which the portfolio's λ is scaled; `tune` takes the data's.
-      held_out: share of the training rows that measures the trials, of data without a validation
-        part. It is taken by the kind of the data's split.
       seed: of the hold-out, the search, and all trials' weights and order.
       deterministic: as `TrainConfig`'s.
 
@@ -81,15 +79,12 @@ class TuneConfig:
     rule_epochs: int | None = None
     epochs: int = 10
     rows: int | None = None
-    held_out: float = 0.1
     seed: int = 1234
     deterministic: bool = True
 
     def __post_init__(self) -> None:
         make_plain(self)
         refuse_unknown("network", self.network, NETWORK)
-        if not 0 < self.held_out < 1:
-            raise UserError(f"held_out must be between 0 and 1. Received: {self.held_out!r}")
         if isinstance(self.base, TrainConfig):
             for name, value in _from_tuned(self.base, self.network).items():
                 object.__setattr__(self, name, value)

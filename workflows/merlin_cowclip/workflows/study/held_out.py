@@ -23,8 +23,8 @@ def hold_out(
 ) -> PreparedData:
     """Write prepared data whose validation part is held out of the source's training part.
 
-    By the kind of the source's split: a share of every 65,536 rows at random, the last rows, or
-    those with the latest times. The order is the source's, and its test part is left out.
+    By the kind of the source's split: rows at random, the last rows, or those with the latest
+    times. The order is the source's, and its test part is left out.
 
     Args:
         data: a prepared folder, or an adopted pipeline.
@@ -38,12 +38,14 @@ def hold_out(
             behind.
     """
     counts = {key: dict.fromkeys(PARTS, 0) for key in ("rows", "positives")}
-    split, held_out = data.spec.split, None
-    if split.kind != "random":
-        if not (data.path / ORDER).exists():
-            raise UserError(f"{data.path} has no validation part. Prepare with --valid 0.1")
+    split, total = data.spec.split, data.rows["train"]
+    if split.kind == "random":
+        held_out = np.random.default_rng(seed).permutation(total) < int(total * share)
+    elif (data.path / ORDER).exists():
         order = pq.read_table(data.path / ORDER)["order"].to_numpy()
         held_out = latest(order, share, split.column)
+    else:
+        raise UserError(f"{data.path} has no validation part. Prepare with --valid 0.1")
     with all_or_nothing(Path(out)) as folder:
         for name in data.record["manifest"]:
             if name.split("/")[0] not in (*PARTS, ORDER):
@@ -52,13 +54,11 @@ def hold_out(
         for part in PARTS:
             (folder / part).mkdir()
         seen, columns = 0, [data.spec.label, *data.spec.fields]
-        with progress_bar("hold out", data.rows["train"], show=progress) as bar:
+        with progress_bar("hold out", total, show=progress) as bar:
             for path in data.train_files:
                 with pq.ParquetFile(path) as file:
                     for batch in file.iter_batches(ROW_GROUP_ROWS, columns=columns):
-                        mask = _drawn(seen, len(batch), share, seed)
-                        if held_out is not None:
-                            mask = held_out[seen : seen + len(batch)]
+                        mask = held_out[seen : seen + len(batch)]
                         for part, kept in (("train", ~mask), ("valid", mask)):
                             rows = pa.Table.from_batches([batch]).filter(pa.array(kept))
                             counts["rows"][part] += len(rows)
@@ -73,8 +73,8 @@ def hold_out(
             if not 0 < clicks < rows:
                 raise UserError(
                     f"the {what} rows must have labels of 0 and of 1. Received: {clicks:,} clicks "
-                    f"in {rows:,} of {data.rows['train']:,} rows of {data.path} with "
-                    f"held_out={share}. Choose another share or seed, or prepare more rows"
+                    f"in {rows:,} of {total:,} rows of {data.path}. Choose another seed, or "
+                    "prepare with a validation part"
                 )
         derived_from = {
             "path": str(data.path.absolute()),
@@ -86,11 +86,3 @@ def hold_out(
         record |= {"rows": counts["rows"], "report": {**data.report, **counts}}
         write_record(folder, {**record, "derived_from": derived_from})
     return PreparedData.open(out)
-
-
-def _drawn(start: int, rows: int, share: float, seed: int) -> np.ndarray:
-    """(rows,) bool: which of the rows from number `start` on are held out."""
-    wanted = int((start + rows) * share) - int(start * share)
-    mask = np.zeros(rows, bool)
-    mask[np.random.default_rng([seed, start]).choice(rows, wanted, replace=False)] = True
-    return mask

@@ -44,12 +44,6 @@ from merlin_cowclip.workflows.training.runs import RESULT, Run
 
 HTML = "report.html"
 MIN_SEEDS = 3  # of each cell: with fewer there is no verdict
-CRITEO_ROWS = 41_256_555
-"""Of the training part: nine tenths of the 45,840,617 rows of Criteo Kaggle's `train.txt`."""
-_ESTIMATE = (
-    "The estimate multiplies the times above by the number of rows. It leaves out preparation and "
-    "evaluation. An exact update passes over the whole table, so more ids take longer."
-)
 _OPTIONS = (  # in which runs may differ, beside their scaled values
     *("rule", "batch_size", "model", "mlp", "embedding_dim", "update", "seed", "epochs"),
     *("dense_schedule", "embedding_schedule"),
@@ -57,16 +51,11 @@ _OPTIONS = (  # in which runs may differ, beside their scaled values
 _TOLD = ("cowclip", "adaptive_column", "full, linear", "top-3, linear")  # rows, of base and largest
 
 
-def report(
-    out: str | Path, *, rows: int = CRITEO_ROWS, price_per_hour: float | None = None
-) -> Path:
+def report(out: str | Path) -> Path:
     """Write `OUT/report.html` on all that a sweep's folder holds.
 
     Args:
       out: the folder.
-      rows: of the training part of the data, an epoch of which is estimated below the study of
-        time.
-      price_per_hour: of the machine that the runs were on, for its price.
 
     Raises:
       UserError: no sweep's folder, not writable, or without a finished run.
@@ -89,10 +78,6 @@ def report(
         if any(outcome.results for outcome in found):
             section = _section(study, record, found)
             section.plots = list(plots(study, found))
-            if study.name == "time":
-                estimates = _estimates(rows, data["rows"]["train"], price_per_hour)
-                section.tables += [_table(study, record, found, one) for one in estimates]
-                section.notes.append(_ESTIMATE)
             sections.append(section)
     if not sections:
         raise UserError(
@@ -251,15 +236,6 @@ def _clips(found: Sequence[Outcome], what: str) -> list[Table]:
     ]
     header = [what, "batch size", "seed", "what it did over all epochs"]
     return [Table(header, rows, words=True)] if rows else []
-
-
-def _estimates(rows: int, trained: int, price: float | None) -> Iterator[Quantity]:
-    """What an epoch of so many rows takes, by that of the rows that were trained on."""
-    epoch = f"of an epoch of {'Criteo' if rows == CRITEO_ROWS else f'{rows:,} rows'}, estimated"
-    seconds = rows / trained
-    yield Quantity(MINUTES.key, f"minutes {epoch}", seconds / 60, 1)
-    if price is not None:
-        yield Quantity(MINUTES.key, f"price {epoch}", seconds / 3600 * price, 2)
 
 
 def compare(

@@ -64,6 +64,7 @@ with quiet_imports():
     from merlin_cowclip.workflows.training.trainer import Trainer
 
 DATABASE = "study.db"
+HELD_OUT = 0.1  # share of the training rows that are the validation part of data without one
 FINALISTS = 3  # the best of the search, of which one may be so by chance
 MARGIN = 0.002  # AUC, by which other seeds are seldom better: what is further behind cannot win
 _RESERVED = 2  # finalists for whose repeats a budget leaves time
@@ -93,7 +94,7 @@ def tune(
     """Search hyperparameters at one batch size, or resume a search.
 
     Trials are measured on the validation part after each epoch; the best epoch counts. Data without
-    one have a share of their training rows held out. The test part is not read. What the rules
+    one have a tenth of their training rows held out. The test part is not read. What the rules
     predict from a base, and three settings of the portfolio, are tried first, and to their end.
     Steps from the best trial follow, the rest of the portfolio, and TPE. Then the three best trials
     and the best rule's are trained again from other seeds, as long as they can still win, and the
@@ -163,7 +164,7 @@ def _begin(
         raise UserError(str(error)) from None
     with all_or_nothing(out) as folder:
         if not data.valid_files:
-            hold_out(data, config.held_out, config.seed, folder / ROWS, progress=progress)
+            hold_out(data, HELD_OUT, config.seed, folder / ROWS, progress=progress)
             check_trainable(PreparedData.open(folder / ROWS), first)  # fewer rows
         study = optuna.create_study(
             study_name="tune", storage=_storage(folder), direction="maximize"
