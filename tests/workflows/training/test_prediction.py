@@ -377,6 +377,7 @@ def stock(tmp_path_factory) -> tuple[Run, PreparedData, Path]:
         workflow.transform(raw[name]).to_parquet(str(home / name))
     data = adopt(
         *(home / "train", home / "workflow", "liked", home / "data"),
+        valid=shutil.copytree(home / "test", home / "valid"),
         test=home / "test",
         progress=False,
     )

@@ -55,7 +55,6 @@ def test_a_fit_knows_the_global_batch_of_a_loaders_dataset(data, monkeypatch, re
     """It took what Merlin knew of the fit before, times the ranks."""
     loader = Loader(data, batch_size=BATCH, ranks=2)
     dataset = loader.dataset(epochs=None)
-    assert (dataset.batch_size, dataset.ranks) == (BATCH, 2)
     model = deepfm(data.schema, embedding_dim=2, mlp=(2,))
     model(loader.peek()[0])
     optimizer = CowClipOptimizer.for_model(model, Hyperparameters(BATCH, warmup_epochs=0.0))

@@ -6,6 +6,7 @@ replaced: a copied model has them, too, and Keras saves nothing of them.
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import types
@@ -71,15 +72,13 @@ def _fit(compiled: Any, bound: Any, model: Any, fit: Any, *arguments: Any, **nam
     compiled.fit_begins()
     caller = sys._getframe(2)
     check = BatchSizeCheck(compiled, caller.f_code.co_filename, caller.f_lineno)
-    place = 5  # of the callbacks, in Keras's and Merlin's fit
-    given = arguments[place] if len(arguments) > place else named.get("callbacks")
-    if isinstance(given, tf.keras.callbacks.CallbackList):
-        given.append(check)
-    elif len(arguments) > place:
-        arguments = (*arguments[:place], [*tf.nest.flatten(given or []), check], *arguments[6:])
+    given = inspect.signature(fit).bind(*arguments, **named)
+    callbacks = given.arguments.get("callbacks")
+    if isinstance(callbacks, tf.keras.callbacks.CallbackList):
+        callbacks.append(check)
     else:
-        named["callbacks"] = [*tf.nest.flatten(given or []), check]
-    return fit(*arguments, **named)
+        given.arguments["callbacks"] = [*tf.nest.flatten(callbacks or []), check]
+    return fit(*given.args, **given.kwargs)
 
 
 def _make_train_function(

@@ -275,11 +275,10 @@ def compare(
 
 def _best(opened: Mapping[str, Run]) -> str:
     """The run that the validation part chooses, and its test AUC; nothing without that part."""
-    found = {name: _validation_auc(run) for name, run in opened.items()}
-    valid = {name: auc for name, auc in found.items() if auc is not None}
-    if len(valid) < len(found):
-        return ""
+    valid = {name: _validation_auc(run) or 0.0 for name, run in opened.items()}
     first = max(valid, key=valid.__getitem__)
+    if not all(valid.values()):
+        return ""
     return (
         f"Highest validation AUC: {first}, {AUC.shown(valid[first])} %. Its test AUC: "
         f"{AUC.shown(opened[first].result['auc'])} %."

@@ -153,8 +153,6 @@ class Loader(tf.data.Dataset):
         `fit(loader.dataset(epochs=None, epoch=e + 1), initial_epoch=e + 1, epochs=…,
         steps_per_epoch=len(loader))`.
 
-        It has the loader's `batch_size` and `ranks`, by which an optimizer knows the global batch.
-
         Args:
           epochs: how many, the first one included; None: endless.
           epoch: the first one.
@@ -181,9 +179,7 @@ class Loader(tf.data.Dataset):
         # TensorFlow would make batches ahead as well, in threads of its own that come into Python.
         options.experimental_optimization.inject_prefetch = False
         options.experimental_optimization.map_parallelization = False
-        dataset = dataset.with_options(options)
-        dataset.batch_size, dataset.ranks = self.batch_size, self.ranks
-        return dataset
+        return dataset.with_options(options)
 
     @functools.cached_property
     def endless(self) -> tf.data.Dataset:

@@ -271,12 +271,9 @@ class Trainer:
         return row
 
     def finish(self) -> tuple[str, dict[str, float | None]]:
-        """Measure the test part, once, by the checkpoint that the run is used with.
+        """Restore the checkpoint that the run is used with, and measure the test part, once.
 
-        With patience that is the best one, whose variables the model then has.
-
-        Returns:
-          "best" or "last", and the metrics, None without a test part.
+        Returns "best" (with patience) or "last", and the metrics, None without a test part.
         """
         which = "last" if self._config.patience is None else "best"
         if which == "best" and self.best_step != self.step:
