@@ -27,6 +27,7 @@ SMALLER = {
     "131_072": "256",
     "8192": "256",
     "rows=300_000": "rows=1_200",
+    "rows=340_000": "rows=1_200",
     "seeds=(1, 2)": "seeds=(1,)",
     "jobs=2": "jobs=1",
     '"epochs": 5, "model": "dcn"': '"epochs": 1',
