@@ -9,7 +9,7 @@ in Merlin's `DeepFMModel`, which looks every table up twice.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable, MutableSequence, Sequence
+from collections.abc import Hashable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -61,11 +61,6 @@ class Lookup:
     def identity(self) -> Hashable:
         """Equal for lookups of one feature's tensor (of a list, its values), in a graph or not."""
         return self.feature, self.first_row, getattr(self.ids, "flat_values", self.ids).ref()
-
-    def batch_size(self) -> tf.Tensor:
-        """b, int32: on a GPU, the host's."""
-        ragged = isinstance(self.ids, tf.RaggedTensor)
-        return tf.shape(self.ids.row_splits)[0] - 1 if ragged else tf.shape(self.ids)[0]
 
     def flat(self) -> tuple[tf.Tensor, tf.Tensor]:
         """All n ids and the sample of each, int64."""
@@ -163,6 +158,20 @@ class LookupRecorder:
 def _is_unique(ids: tf.Tensor) -> bool:
     op = getattr(source_of(ids), "op", None)
     return op is not None and op.type.startswith("Unique")
+
+
+def batch_size(recorders: Iterable[LookupRecorder]) -> tf.Tensor | None:
+    """Samples of the lookups recorded in this step, int32; `None` without any.
+
+    Of the feature with the fewest: micro-batches add up, and sampled negatives are no samples.
+    """
+    features: dict[Hashable, dict[Hashable, tf.Tensor]] = {}
+    for number, recorder in enumerate(recorders):
+        for one in recorder.lookups():
+            features.setdefault((number, one.feature), {})[one.identity] = one.ids
+    found = min(features.values(), key=len, default={}).values()
+    rows = [x.nrows(tf.int32) if isinstance(x, tf.RaggedTensor) else tf.shape(x)[0] for x in found]
+    return tf.add_n(rows) if rows else None
 
 
 def count_samples(table: TableSpec, indices: tf.Tensor, on_cpu: bool = False) -> Rows:

@@ -12,7 +12,7 @@ from merlin_cowclip.plugins._checks import RefusesOptions
 from merlin_cowclip.plugins._tensorflow import Tags, filter_empty_gradients, mm, tf
 from merlin_cowclip.plugins.distributed.horovod import ranks, refuse_replicas
 from merlin_cowclip.plugins.distributed.sharding import Shard
-from merlin_cowclip.plugins.embeddings.counting import Lookup
+from merlin_cowclip.plugins.embeddings.counting import batch_size
 from merlin_cowclip.plugins.embeddings.discovery import check_known, tables_of
 from merlin_cowclip.plugins.embeddings.initializers import initialize, warn_of_others_than
 from merlin_cowclip.plugins.embeddings.tables import TableSpec, normalize_clip_tables
@@ -141,7 +141,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         if warm_up is not None:
             self._track_trackable(warm_up, name="warmup_steps")
         with tf.init_scope(), tf.device("CPU:0"):
-            self._batch_rows = tf.Variable(0, trainable=False, dtype=tf.int64)  # not saved
+            self.batch_rows = tf.Variable(0, trainable=False, dtype=tf.int64)  # not saved
         self.warm_up = warm_up  # its length, a variable, where there is one
         self.hyperparameters = hp
         self.update_mode = update
@@ -359,31 +359,15 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     def fit_begins(self) -> None:
         """A `fit` was called."""
         self._is_new_fit = True
-        self._batch_rows.assign(0)
+        self.batch_rows.assign(0)
 
     def _record_batch_size(self) -> None:
         """Keep the size of the fit's largest batch so far; the last one may be smaller."""
-        features: dict[Any, dict[Any, Lookup]] = {}
-        for spec in self.table_specs:
-            for one in spec.recorder.lookups():
-                features.setdefault((spec, one.feature), {})[one.identity] = one
-        if features:
-            # The feature with the fewest: micro-batches add up, and sampled negatives are none.
-            lookups = min(features.values(), key=len).values()
-            size = tf.add_n([one.batch_size() for one in lookups]) * ranks().size
+        size = batch_size(spec.recorder for spec in self.table_specs)
+        if size is not None:
             with tf.device("CPU:0"):  # where shapes are
-                self._batch_rows.assign(tf.maximum(self._batch_rows, tf.cast(size, tf.int64)))
-
-    def warn_of_batch_size(self, file: str, line: int) -> None:
-        """Warn the caller of `fit` if its batches have another size than the hyperparameters'."""
-        wanted, found = self.hyperparameters.batch_size, int(self._batch_rows)
-        if found not in (0, wanted):
-            message = (
-                f"The hyperparameters are for batches of {wanted:,} samples, but this fit has "
-                f"batches of {found:,}. Use scale(…, to={found}), or the batch size that they are "
-                "for."
-            )
-            warnings.warn_explicit(message, UserWarning, file, line)
+                size = tf.cast(size * ranks().size, tf.int64)
+                self.batch_rows.assign(tf.maximum(self.batch_rows, size))
 
     def training_begins(self, steps_per_epoch: int | None) -> None:
         """Keras makes or reuses its train function, for a new fit or for `train_on_batch`."""

@@ -10,6 +10,7 @@ import inspect
 import math
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -39,9 +40,15 @@ class BatchSizeCheck(tf.keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Check the first batch."""
-        if self._caller is not None:
-            self._optimizer.warn_of_batch_size(*self._caller)
-            self._caller = None
+        caller, self._caller = self._caller, None
+        wanted = self._optimizer.hyperparameters.batch_size
+        if caller is not None and (found := int(self._optimizer.batch_rows)) not in (0, wanted):
+            message = (
+                f"The hyperparameters are for batches of {wanted:,} samples, but this fit has "
+                f"batches of {found:,}. Use scale(…, to={found}), or the batch size that they are "
+                "for."
+            )
+            warnings.warn_explicit(message, UserWarning, *caller)
 
 
 def install_hooks(model: tf.keras.Model, optimizer: CowClipOptimizer) -> None:

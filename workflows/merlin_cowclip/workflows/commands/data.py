@@ -115,9 +115,9 @@ def _print_report(data: PreparedData, is_fitted: bool) -> None:
             print(f"{name}: {field['not_finite']:,} numbers that were not finite are missing")
         if "note" in field and is_fitted:
             print(f"{name}: {field['note']}")
+    clicks = data.report["positives"]
     rows = [
-        f"{number:,} {TITLES[part]} rows ({100 * data.report['positives'][part] / number:.1f} % "
-        "clicks)"
+        f"{number:,} {TITLES[part]} rows ({100 * clicks[part] / number:.1f} % clicks)"
         for part, number in data.rows.items()
         if number
     ]

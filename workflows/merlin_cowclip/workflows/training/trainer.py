@@ -303,12 +303,11 @@ class Trainer:
             if rows:
                 new = ({"epoch": row["epoch"], **one} for one in rows)
                 tables.setdefault(name, []).extend(new)
-        keys = [f"valid_{name}" for name in Quality._fields]
-        measured = {f"all/{key}": row[key] for key in keys if row[key] is not None}
+        valid = {key: of for key, of in row.items() if key.startswith("valid_") and of is not None}
         with raise_on_any_rank():
             if is_rank_zero():
                 write_csv(run, tables)
-            self._logbook.scalars(self.step, measured)
+            self._logbook.scalars(self.step, {f"all/{key}": of for key, of in valid.items()})
 
     def _scalars(self) -> tuple[dict[str, float | None], list[Any]]:
         """Of the epoch so far: over all fields, and what those were like."""
