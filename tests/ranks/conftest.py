@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -36,7 +37,7 @@ SPEC = DatasetSpec(
 def prepared(home: Path, seed: int = 0) -> Path:
     """126 training rows, 7 batches of 18, which 2 and 3 ranks can share."""
     random = np.random.default_rng(seed)
-    pd.DataFrame(
+    frame = pd.DataFrame(
         {
             "y": random.integers(0, 2, 180),
             "user": random.integers(0, 9, 180),
@@ -44,8 +45,12 @@ def prepared(home: Path, seed: int = 0) -> Path:
             "price": random.normal(5, 3, 180).round(2),
             "genres": [f"g{g}|g{g + 1}" for g in random.integers(0, 5, 180)],
         }
-    ).to_csv(home / f"log{seed}.csv", index=False)
-    return prepare(SPEC, [home / f"log{seed}.csv"], home / f"data{seed}", progress=False).path
+    )
+    frame.to_csv(home / f"log{seed}.csv", index=False)
+    frame.sample(45, random_state=seed).to_csv(home / f"valid{seed}.csv", index=False)
+    split = dataclasses.replace(SPEC.split, valid=(str(home / f"valid{seed}.csv"),))
+    spec = dataclasses.replace(SPEC, split=split)
+    return prepare(spec, [home / f"log{seed}.csv"], home / f"data{seed}", progress=False).path
 
 
 @pytest.fixture(scope="session")

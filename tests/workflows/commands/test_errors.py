@@ -318,7 +318,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a failed run": (
         lambda r: (r / "result.json").rename(r / "failed.json").write_text('{"error": "no disk"}'),
-        "run failed: no disk. Resume: merlin-cowclip train --resume",
+        "run failed: no disk. Train again, or: merlin-cowclip train --resume",
     ),
     "a bit": (changed(ITEMS), f"{KEPT} … {ITEMS} … content"),
 }

@@ -198,7 +198,8 @@ def test_a_warm_start_trains_slower_and_lazily(monkeypatch):
     assert found == pytest.approx((4e-4, 2e-3, 2e-6, 0, None))
     assert (new.batch_size, new.base_batch_size, new.rule) == (4 * K, 4 * K, "none")
     assert (new.epochs, new.update) == (1, "lazy")
-    assert config_of("--warm-start run --keep-optimizer").update == "exact"
+    kept = config_of("--warm-start run --keep-optimizer")  # whose state has a warm-up, too
+    assert (kept.update, kept.warmup_epochs) == ("exact", 1)
     given = config_of("--warm-start run --dense-lr 3e-3 --epochs 2 --update exact")
     assert (given.dense_lr, given.epochs, given.update) == (3e-3, 2, "exact")
     source = train_config(params("train data --out r --warm-start run"), data_of(""))[1]

@@ -346,7 +346,7 @@ def test_times_of_any_form_are_instants(tmp_path, form):
     assert data.report["positives"]["train"] == rest.sum()
 
 
-DAY = "the time '9/9/2024' is not a number, a timestamp or ISO 8601. Correct the row, or set"
+DAY = "the time '9/9/2024' is not a number, a timestamp or ISO 8601. Set"
 MIXED = "column 'when' has numbers and dates. Write its times in one form"
 
 
@@ -448,10 +448,12 @@ def test_files_beside_a_share(log, cut, capsys, given):
     assert rows_of(data, given)["y"].tolist() == log["y"][:4_000].tolist()
     assert rows_of(data, share)["y"].tolist() == rest["y"][held_out].tolist()
     first = {share: str(rest["hour"][held_out].min()), given: str(log["hour"][:4_000].min())}
-    assert data.record["boundaries"] == first
+    last = str(rest["hour"][~held_out].max())
+    assert data.record["boundaries"] == {"train": last, **first}
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(f" % clicks), split time by 'hour': {data.path}")
-    assert lines[1] == f"valid from {first['valid']}, test from {first['test']}"
+    held = f"valid from {first['valid']}, test from {first['test']}"
+    assert lines[1] == f"training until {last}, {held}"
 
 
 @pytest.mark.parametrize(
@@ -473,7 +475,11 @@ def test_rows_like_those_of_a_folder_are_split_anew(cut, tmp_path):
     assert new.cardinalities == old.cardinalities
     whole = cut(f"--like {old.path} v2.csv --test 0 --valid 0", "whole")
     assert whole.rows == {"train": 400, "valid": 0, "test": 0}
-    assert (whole.valid_files, whole.test_files, whole.record["boundaries"]) == ([], [], {})
+    assert (whole.valid_files, whole.test_files, [*whole.record["boundaries"]]) == (
+        [],
+        [],
+        ["train"],
+    )
     again = cut(f"--like {whole.path} v2.csv --test v1.csv --split random", "again")
     assert again.spec.split == Split("random", (f"{tmp_path}/v1.csv",), valid=0)
     assert again.rows == {"train": 400, "valid": 0, "test": 600}

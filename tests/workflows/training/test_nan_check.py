@@ -56,7 +56,7 @@ def test_a_rate_that_diverges(data, tmp_path, rates, named):
     assert not Checkpoints(run / "checkpoints").steps()
     with pytest.raises(UserError) as raised:
         Run.open(run)
-    assert str(raised.value).startswith(f"{run} failed: {message}. Resume: merlin-cowclip train ")
+    assert str(raised.value).startswith(f"{run} failed: {message.rstrip('.')}. Train again, or: ")
 
 
 def test_a_failed_run_is_resumed(data, tmp_path, monkeypatch):

@@ -373,6 +373,6 @@ def test_a_warm_start_that_does_not_fit_is_refused(data, run, home, monkeypatch)
         train(data, lazy, home / "none", keep_optimizer=True, **options)
     falling = changed(dense_schedule="linear")
     monkeypatch.setattr(Run, "train_config", lambda _: falling)  # its state has no such variable
-    with pytest.raises(UserError, match="no learning-rate schedules in either run"):
+    with pytest.raises(UserError, match="no schedules in either run"):
         train(data, CONFIG, home / "none", keep_optimizer=True, **options)
     assert not (home / "none").exists()

@@ -78,7 +78,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     not_offered: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(CLIPS_OF_KERAS, _CLIPPED),
-        **dict.fromkeys(("beta_1", "beta_2", "epsilon"), _PER_PART),
+        **dict.fromkeys(("beta_1", "beta_2", "epsilon", "l2", "clip"), _PER_PART),
+        **dict.fromkeys(("clip_ratio", "clip_floor", "clip_threshold"), _PER_PART),
     }
     settled: ClassVar[Collection[str]] = {
         *("hyperparameters", "update_mode", "clip_tables", "default_optimizer"),
@@ -371,6 +372,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     def training_begins(self, steps_per_epoch: int | None) -> None:
         """Keras makes or reuses its train function, for a new fit or for `train_on_batch`."""
+        refuse_replicas()
         self.take_tables()
         model = self._model()
         # Before a step is traced: TensorFlow traces it twice where the first creates variables.

@@ -124,8 +124,9 @@ def _print_report(data: PreparedData, is_fitted: bool) -> None:
     how = f", split {split.kind}{f' by {split.column!r}' if split.column else ''}"
     is_split = float in (type(split.valid), type(split.test))  # else all parts are files
     print(f"{', '.join(rows)}{how * is_split}: {data.path}")
-    if starts := [f"{part} from {time}" for part, time in data.record["boundaries"].items()]:
-        print(", ".join(starts))
+    if times := data.record["boundaries"]:
+        words = {"train": "training until", "valid": "valid from", "test": "test from"}
+        print(", ".join(f"{words[part]} {time}" for part, time in times.items()))
     ids = {name: fields[name]["distinct"] for name in data.spec.ids}
     print(
         f"{sum(ids.values()):,} distinct ids in {len(ids)} fields: {_most(ids)}; "

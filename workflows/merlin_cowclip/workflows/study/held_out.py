@@ -26,16 +26,8 @@ def hold_out(
     By the kind of the source's split: rows at random, the last rows, or those with the latest
     times. The order is the source's, and its test part is left out.
 
-    Args:
-        data: a prepared folder, or an adopted pipeline.
-        share: between 0 and 1.
-        seed: of the draw.
-        out: the folder to make; must not exist.
-        progress: show a progress bar on stderr.
-
-    Raises:
-        UserError: one of the two splits would have only one label, or no row; nothing is left
-            behind.
+    ``share`` is between 0 and 1; ``out`` must not exist. Raises UserError if one of the two parts
+    would have only one label, or no row; nothing is left behind.
     """
     counts = {key: dict.fromkeys(PARTS, 0) for key in ("rows", "positives")}
     split, total = data.spec.split, data.rows["train"]

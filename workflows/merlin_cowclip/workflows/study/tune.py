@@ -164,6 +164,9 @@ def _begin(
         raise UserError(str(error)) from None
     with all_or_nothing(out) as folder:
         if not data.valid_files:
+            if progress:
+                how = f"{HELD_OUT:.0%} of its training rows, split {data.spec.split.kind}"
+                print(f"{data.path} has no validation part. Held out: {how}", flush=True)
             hold_out(data, HELD_OUT, config.seed, folder / ROWS, progress=progress)
             check_trainable(PreparedData.open(folder / ROWS), first)  # fewer rows
         study = optuna.create_study(

@@ -203,8 +203,10 @@ class Run:
             )
         if not (path / RESULT).exists():
             if (path / FAILED).exists():
-                failed = json.loads((path / FAILED).read_text(encoding="utf-8"))
-                raise UserError(f"{path} failed: {failed['error']}. Resume: {how_to_resume(path)}")
+                failed = json.loads((path / FAILED).read_text(encoding="utf-8"))["error"].rstrip(
+                    "."
+                )
+                raise UserError(f"{path} failed: {failed}. Train again, or: {how_to_resume(path)}")
             raise UserError(
                 f"a run must hold {RESULT}, which is written last. Received: {path}, a run that "
                 f"did not finish. Resume it: {how_to_resume(path)}"
@@ -240,12 +242,14 @@ class Run:
         """Make the configuration to train its weights on new data: `train(…, warm_start=run.path)`.
 
         One epoch at a fifth of the run's learning rates (all, if it was a warm start), constant.
-        Updates are lazy, which keeps ids that the data lacks; with `keep_optimizer`, the run's own.
+        Updates are lazy, which keeps ids that the data lacks. With `keep_optimizer`, update mode
+        and warm-up are the run's own, as steps go on counting.
         """
         was, rate = self.train_config(), 1.0 if self.config["warm_start"] else 0.2
         scaled, update = was.hyperparameters, was.update if keep_optimizer else "lazy"
         rates = {name: rate * getattr(scaled, name) for name in ("dense_lr", "embedding_lr")}
-        changes = base_fields(scaled.replace(**rates, warmup_epochs=0.0)) | {"rule": "none"}
+        rates["warmup_epochs"] = scaled.warmup_epochs if keep_optimizer else 0.0
+        changes = base_fields(scaled.replace(**rates)) | {"rule": "none"}
         changes |= {"dense_schedule": None, "embedding_schedule": None}
         return replace(was, **changes, update=update, epochs=1)
 

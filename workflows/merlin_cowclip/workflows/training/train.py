@@ -182,9 +182,10 @@ def check_warm_start(
     if config.tables == "sharded":
         raise UserError("a warm start needs replicated tables. Leave --tables out")
     schedules = [one.dense_schedule or one.embedding_schedule for one in (config, was)]
-    if keep_optimizer and (config.update != was.update or any(schedules)):
+    same = config.update == was.update and bool(config.warmup_epochs) == bool(was.warmup_epochs)
+    if keep_optimizer and (not same or any(schedules)):
         raise UserError(
-            f"--keep-optimizer needs the update mode of {run}, {was.update}, and no learning-rate "
+            f"--keep-optimizer needs the update mode of {run}, {was.update}, its warm-up, and no "
             "schedules in either run, because steps go on counting. Leave it out, or change these"
         )
 
@@ -250,8 +251,8 @@ def _reopened(
     was = config_in(before)
     config = with_epochs(was, epochs, run)
     if (run / RESULT).exists():
-        if config == was:
-            ended = len(json.loads((run / RESULT).read_text(encoding="utf-8"))["epochs"])
+        ended = len(json.loads((run / RESULT).read_text(encoding="utf-8"))["epochs"])
+        if config == was or ended < was.epochs:
             remedy = f"To train longer: {how_to_resume(run)} --epochs N"
             if ended < was.epochs:
                 remedy = "Early stopping ended it. Train another run with a larger --patience"

@@ -70,7 +70,7 @@ def prepare(
     than the spec's threshold), 3 the most frequent ID. Numbers are scaled to [0, 1] by the range in
     the training part and clipped; missing numbers count as 0. The split is exact, and training
     rows are fully shuffled. Both depend on the rows and the seed only. ``record["boundaries"]`` has
-    the earliest time of each held-out part of a split by time.
+    the last training time, and the first of each held-out part, of a split by time.
 
     Args:
         spec: the columns of the log.

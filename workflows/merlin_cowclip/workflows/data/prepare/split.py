@@ -20,7 +20,7 @@ class Parts(NamedTuple):
     part_of: np.ndarray  # (n,) uint8, the part of each row as an index of `PARTS`
     rows: dict[str, np.ndarray]  # by part; training rows shuffled, others in the log's order
     positives: dict[str, int]  # rows with label 1, by part
-    boundaries: dict[str, str]  # of a split by time: the earliest time of a held-out part
+    boundaries: dict[str, str]  # of a split by time: the last time of training, the first of others
 
 
 def split_rows(
@@ -32,19 +32,12 @@ def split_rows(
     seed: int,
     label: str,
 ) -> Parts:
-    """Divide n rows into parts.
+    """Divide n rows, of ``labels`` (n,) of 0 and 1, into parts.
 
-    Args:
-        split: the kind and shares of the split.
-        labels: (n,) of 0 and 1.
-        times: (n,) numbers or timestamps of a split by time.
-        given: rows by held-out part whose files were given. They are the last ones of the n rows,
-            those of the validation part first.
-        seed: of a random split and of the order of the training rows.
-        label: name of the label, for messages.
-
-    Raises:
-        UserError: a part without both labels, or all times are the same.
+    ``times`` are (n,) numbers or timestamps of a split by time. ``given`` has the numbers of rows
+    of held-out parts whose files were given: the last of the n rows, validation rows first.
+    ``seed`` is of a random split and of the order of the training rows; ``label`` is for messages.
+    Raises UserError for a part without both labels, and where all times are the same.
     """
     n = len(labels)
     random = np.random.default_rng(seed)
@@ -81,9 +74,9 @@ def split_rows(
                 "another seed or split"
             )
         positives[part] = ones
-        if times is not None and instants is not None and part != "train" and len(of_part):
-            first = of_part[np.argmin(instants[of_part])]
-            boundaries[part] = _time_text(times[int(first)].as_py())
+        if times is not None and instants is not None and len(of_part):
+            end = np.argmax if part == "train" else np.argmin
+            boundaries[part] = _time_text(times[int(of_part[end(instants[of_part])])].as_py())
     return Parts(part_of, rows, positives, boundaries)
 
 

@@ -205,10 +205,12 @@ class Source(abc.ABC):
             row = pc.index(times.is_null(), True).as_py()
             found = column[row].as_py()
             form = f"in time_format {layout!r}" if layout else "a number, a timestamp or ISO 8601"
+            what = (
+                f"{found!r} is not {form}. Set time_format in [split] (--time-format), or correct"
+            )
             raise UserError(
                 f"{self.path}, {place(row)}, column {name!r}: the time "
-                f"{'is missing' if found in ('', None) else f'{found!r} is not {form}'}. Correct "
-                "the row, or set time_format in [split] (--time-format)"
+                f"{'is missing. Correct' if found in ('', None) else what} the row"
             )
         return times
 
