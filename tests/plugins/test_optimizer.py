@@ -423,6 +423,8 @@ def test_keras_callbacks_scale_all_three_parts():
         ("decay", 0.1, "has no decay.*dense_schedule"),
         ("use_ema", True, "has no use_ema. Received: use_ema=True. Keep a moving average"),
         ("beta_1", 0.5, "has no beta_1.*three parts"),
+        ("l2", 0.5, "has no l2.*three parts"),
+        ("clip_ratio", 0.5, "has no clip_ratio.*three parts"),
         ("learning_rate", -1.0, "learning_rate must be a number that is not negative"),
     ],
 )
@@ -652,6 +654,7 @@ def test_a_strategy_of_several_replicas_is_refused(monkeypatch):
     monkeypatch.setattr(tf.distribute, "get_strategy", lambda: Replicas(num_replicas_in_sync=2))
     for call in (
         lambda: optimizer.bind(model),
+        lambda: optimizer.training_begins(None),  # a fit in the scope, of a model made outside
         lambda: optimizer.apply_gradients([(tf.ones(1), one)]),
         lambda: CowClipAdam(),
     ):
