@@ -98,8 +98,13 @@ def give_old_names() -> None:
         version = tf.__version__.rpartition(".")[0]
         raise ImportError(
             f"Merlin Models needs Keras 2: pip install 'tf-keras=={version}.*', and import "
-            "merlin_cowclip or merlin.models.tf before tf.keras is used."
+            "merlin_cowclip or merlin.models.tf before tf.keras is used",
+            name="tf_keras",
         )
+    # Where `import tensorflow.keras` looks, should TensorFlow have been imported before.
+    folder = os.path.dirname(importlib.import_module("tf_keras.api._v2").__file__)
+    if folder not in tf.__path__:
+        tf.__path__.insert(0, folder)
     internal = importlib.import_module("tensorflow.python")
     if not hasattr(internal, "to_dlpack"):
         internal.to_dlpack = tf.experimental.dlpack.to_dlpack  # type: ignore[attr-defined]
