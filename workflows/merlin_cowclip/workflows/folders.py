@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outputs, folders and files: all or nothing, their records, and what they were written with."""
 
 from __future__ import annotations
