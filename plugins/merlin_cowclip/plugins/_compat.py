@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merlin 23.x on TensorFlow 2.19 to 2.21, which has Keras 2 apart, on pandas 2 and on newer Dask.
 
 Merlin imports modules that have moved. They get their old names before Merlin is imported. A wheel
