@@ -131,7 +131,8 @@ class LookupRecorder:
         graph = tf.compat.v1.get_default_graph()
         # A branch of a tf.cond (loss scaling) may use what its outer graphs recorded.
         while isinstance(graph, FuncGraph):
-            if noted := graph.__dict__.get(self._key):
+            noted: MutableSequence[Lookup] | None = graph.__dict__.get(self._key)
+            if noted:
                 return noted
             graph = graph.outer_graph
         return []
