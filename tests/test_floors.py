@@ -47,7 +47,7 @@ def test_names_load_from_an_archive(tmp_path):
     """Of .pyc files: there is no source to read."""
     name = Path("merlin_cowclip", "plugins")
     (tmp_path / "tree" / name).mkdir(parents=True)
-    for module in ("__init__", "_lazy", "_checks", "_text", "scaling"):
+    for module in ("__init__", "_compat", "_lazy", "_checks", "_text", "scaling"):
         compiled = tmp_path / "tree" / name / f"{module}.pyc"
         py_compile.compile(str(ROOT / "plugins" / name / f"{module}.py"), str(compiled))
     archive = shutil.make_archive(str(tmp_path / "archive"), "zip", tmp_path / "tree")
