@@ -50,7 +50,7 @@ class _BeforeMerlin:
 def install() -> None:
     """Prepare for imports of Merlin in this process."""
     if not any(isinstance(one, _BeforeMerlin) for one in sys.meta_path):
-        sys.meta_path.insert(0, _BeforeMerlin())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _BeforeMerlin())
 
 
 def set_environment() -> None:

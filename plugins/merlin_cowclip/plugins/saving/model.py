@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from merlin_cowclip.plugins._checks import check_path
 from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
@@ -167,7 +168,7 @@ def _in_saved_order(
     return found
 
 
-def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+def _same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
     """Whether they hold the same: unlike `==`, NaN is NaN, in any dtype."""
     return np.array_equal(np.ravel(a).view(np.uint8), np.ravel(b).view(np.uint8))
 
