@@ -66,16 +66,13 @@ kills: $(STAMP)  ## kill a run KILLS times (40) at random, resume it, compare it
 test-versions: $(STAMP)  ## the quick tests, without ruff and mypy; for ENV=ngc or ENV=newest
 	@$(BIN)/python $(PYTEST) -m quick
 
-# CMake 3.26 and later refuse Horovod's own files. Gloo alone: neither MPI nor NCCL need be there.
-$(RANKS)/.installed: $(STAMP)
+# With Gloo only: neither MPI nor NCCL is needed.
+$(RANKS)/.installed: $(STAMP) containers/horovod.sh
 	@echo "Building Horovod into $(RANKS) (some minutes, once)"
 	@$(BIN)/python -m venv $(RANKS)
 	@$(BIN)/python -c 'import site, sys; print("import site; site.addsitedir(" + repr(site.getsitepackages()[0]) + ")")' \
 	  > "$$($(RANKS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/tests.pth"
-	@$(RANKS)/bin/pip install --quiet 'cmake<3.26' wheel cffi
-	@PATH="$(abspath $(RANKS))/bin:$$PATH" HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
-	  HOROVOD_WITHOUT_MPI=1 HOROVOD_WITH_GLOO=1 HOROVOD_CPU_OPERATIONS=GLOO \
-	  $(RANKS)/bin/pip install --quiet --no-build-isolation --no-deps horovod==0.28.1
+	@containers/horovod.sh $(RANKS)/bin/python
 	@touch $@
 
 test-ranks: $(RANKS)/.installed  ## the important tests on two ranks; builds Horovod for them

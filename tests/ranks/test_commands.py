@@ -175,4 +175,4 @@ def test_ranks_without_horovod_are_refused(data, tmp_path, monkeypatch, capsys):
         ranks_of_runs.joined.cache_clear()
     (line,) = capsys.readouterr().err.splitlines()
     assert "2 processes" in line
-    assert "merlin-cowclip[horovod]" in line
+    assert "containers/horovod.sh" in line
