@@ -273,7 +273,9 @@ def _parts(data: Any) -> Arrays:
     found: Arrays = {}
     for part, files in (("train", data.train_files), ("test", data.test_files)):
         table = pa.concat_tables(pq.read_table(file) for file in files)
-        found[f"{part}/types"] = _texts(f"{field.name}: {field.type}" for field in table.schema)
+        # Newer pyarrow calls the values of a list "element".
+        types = (f"{field.name}: {field.type}" for field in table.schema)
+        found[f"{part}/types"] = _texts(one.replace("<element: ", "<item: ") for one in types)
         for name in table.column_names:
             column = table[name].combine_chunks()
             if pa.types.is_list(column.type):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -69,7 +70,10 @@ def test_recording():
 
 def _program(text: str) -> subprocess.CompletedProcess[str]:
     program = textwrap.dedent(text)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    environment = {k: v for k, v in os.environ.items() if k != "TF_USE_LEGACY_KERAS"}
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
 
 
 IS_NEW = tf.__version__ > "2.16"

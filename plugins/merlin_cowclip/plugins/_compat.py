@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merlin 23.x on TensorFlow 2.19 to 2.21, which has Keras 2 apart, on pandas 2 and on newer Dask.
 
-Merlin imports modules that have moved. They get their old names before Merlin is imported. A wheel
-has a `.pth` file that imports this module as Python starts, so a script may import Merlin first.
-Nothing heavy is imported here, and on TensorFlow 2.12 nothing is changed.
+Merlin imports modules that have moved; they get their old names before. `merlin_cowclip.pth` loads
+this as Python starts, so a script may import Merlin first. On TensorFlow 2.12 nothing is changed.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class _BeforeMerlin:
 
 
 def install() -> None:
-    """Prepare for imports of Merlin in this process."""
+    """Let `_BeforeMerlin` see this process's imports."""
     if not any(isinstance(one, _BeforeMerlin) for one in sys.meta_path):
         sys.meta_path.insert(0, _BeforeMerlin())
 
@@ -57,12 +56,16 @@ def set_environment() -> None:
     """Set what TensorFlow and Dask read as they load, here and in processes started from here."""
     os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
     # Merlin builds Dask's graphs by hand, and reads strings as objects.
-    options = {"query-planning": False, "convert-string": False}
-    for option, value in options.items():
-        name = f"DASK_DATAFRAME__{option.upper().replace('-', '_')}"
-        os.environ.setdefault(name, str(value))
-    if "dask" in sys.modules:  # it has read the environment
-        sys.modules["dask"].config.set({f"dataframe.{name}": options[name] for name in options})
+    for name in ("query-planning", "convert-string"):
+        os.environ.setdefault(f"DASK_DATAFRAME__{name.upper().replace('-', '_')}", "False")
+        if "dask" in sys.modules:  # it has read the environment
+            sys.modules["dask"].config.set({f"dataframe.{name}": False})
+
+
+def quiet_log() -> None:
+    """Log only errors; without an NVIDIA driver, none: TensorFlow would log that it has none."""
+    level = "2" if os.path.exists("/proc/driver/nvidia") else "3"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", level)
 
 
 def ignore_divisions() -> None:

@@ -12,11 +12,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-# Read when TensorFlow loads: oneDNN, CUDA and TensorRT notes are information, not errors.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
 from merlin_cowclip.plugins import _compat
 
+_compat.quiet_log()
 _compat.give_old_names()
 
 import absl.logging

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import warnings
 from collections.abc import Iterator
+
+from merlin_cowclip.plugins._compat import quiet_log
 
 
 @contextlib.contextmanager
@@ -20,7 +21,7 @@ def quiet_imports() -> Iterator[None]:
     ``merlin.schema`` and ``nvtabular`` import TensorFlow; it reads ``TF_CPP_MIN_LOG_LEVEL`` once,
     at that moment, so the variable is set only if it is not set yet.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    quiet_log()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
