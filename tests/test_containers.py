@@ -111,10 +111,9 @@ def test_the_entry_point_hides_no_command():
 
 
 # NVIDIA's image is built around these.
-IMAGE = set(
-    "tensorflow merlin-core merlin-dataloader merlin-models nvtabular numpy pandas pyarrow dask "
-    "distributed dask-cuda numba protobuf pynvml setuptools".split()
-)
+IMAGE = {"tensorflow", "numpy", "pandas", "pyarrow", "numba", "protobuf", "pynvml", "setuptools"}
+IMAGE |= {"merlin-core", "merlin-dataloader", "merlin-models", "nvtabular"}
+IMAGE |= {"dask", "distributed", "dask-cuda"}
 
 
 def test_what_nvidias_image_lacks_is_listed():
