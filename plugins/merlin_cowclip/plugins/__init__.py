@@ -4,7 +4,10 @@ Serves any Merlin model and pipeline on its own. Names load on first use, so tha
 parts (`Hyperparameters`, `scale`) do not wait for TensorFlow.
 """
 
+from merlin_cowclip.plugins import _compat
 from merlin_cowclip.plugins._lazy import on_first_use
+
+_compat.install()
 
 # Module: its names, those of __init__.pyi.
 _HOME, __getattr__, __dir__ = on_first_use(

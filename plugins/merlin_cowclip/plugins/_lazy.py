@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-from collections.abc import Callable, Mapping
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # neither is imported as Python starts, where `_compat` is
+    from collections.abc import Callable, Mapping
+    from typing import Any
 
 
 def on_first_use(
@@ -19,7 +21,9 @@ def on_first_use(
 
     def load(name: str) -> Any:
         if name == "__version__":
-            return importlib.metadata.version("merlin-cowclip")
+            from importlib.metadata import version
+
+            return version("merlin-cowclip")
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(homes[name]), name)

@@ -14,15 +14,19 @@ from typing import Any
 # Read when TensorFlow loads: oneDNN, CUDA and TensorRT notes are information, not errors.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+from merlin_cowclip.plugins import _compat
+
+_compat.give_old_names()
+
 import absl.logging
 import tensorflow as tf
-
-# Keras's own; they have no public names.
 from keras.optimizers.utils import filter_empty_gradients
 
-# TensorFlow's own; they have no public names, either.
-from tensorflow.python.eager.tape import could_possibly_record as is_recording
-from tensorflow.python.eager.tape import stop_recording as not_recorded
+# Neither Keras's nor these have public names.
+try:
+    from tensorflow.python.eager import record
+except ImportError:  # TensorFlow 2.12
+    from tensorflow.python.eager import tape as record
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.saved_model.save_context import in_save_context
 
@@ -59,3 +63,11 @@ _complete_config(Cross, "output_x0")  # of all layers of a `CrossBlock` but the 
 _complete_config(mm.ContrastiveOutput, "logq_sampling_correction")
 
 FuncGraph = tf.__internal__.FuncGraph
+is_recording, not_recorded = record.could_possibly_record, record.stop_recording
+
+
+def kept_on(graph: tf.Graph, name: str, first: Any) -> Any:
+    """The attribute `name` of a graph, which is `first` if it has none."""
+    if not hasattr(graph, name):
+        setattr(graph, name, first)
+    return getattr(graph, name)

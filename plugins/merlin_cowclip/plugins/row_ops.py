@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins._tensorflow import kept_on, tf
 
 _MADE = "_merlin_cowclip_made"
 _SAME_VALUES = {"Cast", "ExpandDims", "Identity", "Reshape", "Squeeze"}
@@ -89,13 +89,10 @@ def sum_per_row(
     places = once_per_graph(
         ("places",), [position], lambda: tf.stack([position, tf.range(number)], axis=1)
     )
-    return tf.raw_ops.SparseTensorDenseMatMul(  # with a 1 for each value in the row of its position
-        a_indices=places,
-        a_values=tf.ones(tf.shape(position), values.dtype),
-        a_shape=tf.stack([tf.cast(size, tf.int64), number]),
-        b=values,
-        adjoint_b=transposed,
-    )
+    shape = tf.stack([tf.cast(size, tf.int64), number])
+    # A 1 for each value in the row of its position.
+    ones = tf.SparseTensor(places, tf.ones(tf.shape(position), values.dtype), shape)
+    return tf.sparse.sparse_dense_matmul(ones, values, adjoint_b=transposed)
 
 
 def sum_columns(
@@ -120,7 +117,7 @@ def once_per_graph(
     """What `make` makes of ids; in a graph, made once for the same key and tensors."""
     if tf.executing_eagerly():
         return make()
-    made = tf.compat.v1.get_default_graph().__dict__.setdefault(_MADE, {})
+    made = kept_on(tf.compat.v1.get_default_graph(), _MADE, {})
     key = (*key, *(one.ref() for one in ids))
     if key not in made:
         made[key] = make()

@@ -3,7 +3,10 @@
 Names load on first use, so that what is pure Python does not wait for TensorFlow.
 """
 
+from merlin_cowclip.plugins._compat import set_environment
 from merlin_cowclip.plugins._lazy import on_first_use
+
+set_environment()
 
 # Module: its names, those of __init__.pyi.
 _HOME, __getattr__, __dir__ = on_first_use(

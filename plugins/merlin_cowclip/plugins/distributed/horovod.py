@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from merlin_cowclip.plugins._tensorflow import FuncGraph, has_horovod, tf
+from merlin_cowclip.plugins._tensorflow import FuncGraph, has_horovod, kept_on, tf
 
 _NUMBERS = "_merlin_cowclip_numbers"
 
@@ -90,7 +90,7 @@ def _name(what: str) -> str:
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, FuncGraph) and isinstance(graph.outer_graph, FuncGraph):
         graph = graph.outer_graph
-    return f"cowclip_{what}_{next(graph.__dict__.setdefault(_NUMBERS, itertools.count()))}"
+    return f"cowclip_{what}_{next(kept_on(graph, _NUMBERS, itertools.count()))}"
 
 
 def broadcast(variables: Iterable[tf.Variable]) -> None:

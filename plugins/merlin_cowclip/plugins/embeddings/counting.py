@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from merlin_cowclip.plugins._tensorflow import FuncGraph, is_recording, tf
+from merlin_cowclip.plugins._tensorflow import FuncGraph, is_recording, kept_on, tf
 from merlin_cowclip.plugins.row_ops import Rows, source_of, tally, unique, unique_rows
 
 if TYPE_CHECKING:
@@ -121,8 +121,7 @@ class LookupRecorder:
                 "samples that hold them cannot be counted. Give the table the batch's ids."
             )
         # On the graph: a retraced function sees its own tensors.
-        graph = tf.compat.v1.get_default_graph()
-        graph.__dict__.setdefault(self._key, []).append(lookup)
+        kept_on(tf.compat.v1.get_default_graph(), self._key, []).append(lookup)
 
     def lookups(self) -> MutableSequence[Lookup]:
         """All lookups since the last update, in order."""
@@ -131,7 +130,7 @@ class LookupRecorder:
         graph = tf.compat.v1.get_default_graph()
         # A branch of a tf.cond (loss scaling) may use what its outer graphs recorded.
         while isinstance(graph, FuncGraph):
-            if noted := graph.__dict__.get(self._key):
+            if noted := getattr(graph, self._key, None):
                 return noted
             graph = graph.outer_graph
         return []

@@ -4,6 +4,8 @@ A column's type may be a pickle, which pyarrow before 14.0.1 runs as it opens a 
 (CVE-2023-47248). From this package's import on it is refused in this process.
 """
 
+import contextlib
+
 import pyarrow as pa
 
 
@@ -16,5 +18,6 @@ class _Refused(pa.ExtensionType):
         raise pa.ArrowInvalid("a column's type is a pickle. Write it with a type of Arrow's own")
 
 
-pa.unregister_extension_type("arrow.py_extension_type")
+with contextlib.suppress(KeyError):  # pyarrow 21 and later have none
+    pa.unregister_extension_type("arrow.py_extension_type")
 pa.register_extension_type(_Refused(pa.null(), "arrow.py_extension_type"))
