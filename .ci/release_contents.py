@@ -1,5 +1,6 @@
 """Whether dist/ holds one wheel and one source archive, with what is tracked and nothing else."""
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -15,11 +16,10 @@ def main(dist: Path) -> None:
     (wheel,), (archive,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     version = wheel.name.split("-")[1]
     assert archive.name == f"merlin_cowclip-{version}.tar.gz", (wheel.name, archive.name)
-    for name, line in (
-        ("CITATION.cff", f"\nversion: {version}\n"),
-        ("CHANGELOG.md", f"## {version}"),
-    ):
-        assert line in Path(name).read_text(encoding="utf-8"), f"{name} has no {line.strip()!r}"
+    cited = re.search(r"^version: (.+)$", Path("CITATION.cff").read_text(encoding="utf-8"), re.M)[1]
+    assert f"## {cited}" in Path("CHANGELOG.md").read_text(encoding="utf-8"), cited
+    if "dev" not in version:  # of a tag
+        assert version == cited, f"CITATION.cff is of {cited}, the tag of {version}"
     git = subprocess.run(["git", "ls-files"], check=True, capture_output=True, text=True)
     roots = tuple(f"{floor}/merlin_cowclip/" for floor in FLOORS)
     ours = {name for name in git.stdout.splitlines() if name.startswith(roots)}
@@ -30,6 +30,7 @@ def main(dist: Path) -> None:
         names = {member.name.partition("/")[2] for member in held if member.isfile()}
     compare("the source archive", {name for name in names if name.startswith(roots)}, ours)
     assert names >= set(BESIDE), f"the source archive lacks {set(BESIDE) - names}"
+    assert not [name for name in names if name.startswith((".ci/", ".github/"))]
     print(f"{wheel.name}, {archive.name}: {len(found)} files of the package, all of them tracked")
 
 

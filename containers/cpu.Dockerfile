@@ -5,9 +5,13 @@
 ARG BASE=docker.io/library/python:3.11-slim-bookworm@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b
 FROM ${BASE}
 
+# Git's files are not part of the build: --build-arg VERSION=0.1.dev0+g$(git rev-parse --short HEAD) records the commit.
+ARG VERSION=0.1.0.dev0
+ARG SETUPTOOLS_SCM_PRETEND_VERSION_FOR_MERLIN_COWCLIP=${VERSION}
+
 LABEL org.opencontainers.image.title="merlin-cowclip" \
       org.opencontainers.image.description="CowClip for NVIDIA Merlin, on CPUs" \
-      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.base.name="docker.io/library/python:3.11-slim-bookworm"
 

@@ -6,9 +6,13 @@
 ARG BASE=nvcr.io/nvidia/merlin/merlin-tensorflow:23.12
 FROM ${BASE}
 
+# Git's files are not part of the build: --build-arg VERSION=0.1.dev0+g$(git rev-parse --short HEAD) records the commit.
+ARG VERSION=0.1.0.dev0
+ARG SETUPTOOLS_SCM_PRETEND_VERSION_FOR_MERLIN_COWCLIP=${VERSION}
+
 LABEL org.opencontainers.image.title="merlin-cowclip" \
       org.opencontainers.image.description="CowClip for NVIDIA Merlin, in NVIDIA's Merlin image" \
-      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.base.name="nvcr.io/nvidia/merlin/merlin-tensorflow:23.12"
 

@@ -40,7 +40,7 @@ def values(name: str, instruction: str) -> list[str]:
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_the_base_is_pinned_and_the_user_is_not_root(name):
-    (base,) = values(name, "ARG")
+    base, *_ = values(name, "ARG")
     image, _, digest = base.removeprefix("BASE=").partition("@")
     assert values(name, "FROM") == ["${BASE}"]
     assert "." in image.split("/")[0]  # named in full, as Podman and Buildah need it
@@ -58,7 +58,7 @@ def test_labels_and_entry_point(name):
     words = [w.split("=", 1) for value in values(name, "LABEL") for w in shlex.split(value)]
     labels = {key.removeprefix("org.opencontainers.image."): value for key, value in words}
     assert labels["title"] == project()["name"]
-    assert labels["version"] == project()["version"]
+    assert labels["version"] == "${VERSION}"
     (entry,) = values(name, "ENTRYPOINT")
     assert json.loads(entry) == ["merlin-cowclip-entrypoint"]
     copied = {path for run in values(name, "RUN") for path in re.findall(r"containers/\S+", run)}

@@ -1,4 +1,4 @@
-"""The project's own files: pinned versions, targets that exist, the citation, no data."""
+"""The project's own files: pinned versions, targets, links, the citation, licences, no data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from merlin_cowclip.workflows.training.runs import environment
+from merlin_cowclip.workflows.folders import package_versions
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -86,28 +86,56 @@ def test_make_has_an_environment_for_each_set(tmp_path, given, place, constraint
 
 
 def test_workflows_call_targets_that_exist():
-    called = []
-    for path in (ROOT / ".github/workflows").glob("*.yml"):
-        jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
-        steps = [step for job in jobs.values() for step in job["steps"]]
-        called += [step["run"].split() for step in steps if step.get("run", "").startswith("make ")]
-    assert {"test-all", "release-check"} <= {words[1] for words in called}
-    for _, target, *_ in called:
-        assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
+    text = (ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8")
+    matrix = yaml.safe_load(text)["jobs"]["make"]["strategy"]["matrix"]
+    called = [*matrix["target"], *(one["target"] for one in matrix["include"])]
+    assert {"test", "test-ranks", "docs", "release-check"} <= set(called)
+    assert {f"test-extended QUARTER={quarter}" for quarter in range(4)} <= set(called)
+    for target in called:
+        assert re.search(rf"^{target.split()[0]}:", MAKEFILE, re.MULTILINE), target
 
 
-def test_the_citation_is_of_this_version():
+def test_the_citation_is_of_the_version_that_the_changelog_describes():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert cited["version"] == environment()["versions"]["merlin-cowclip"]
-    assert cited["license"] == "Apache-2.0"
+    (latest, *_) = re.findall(
+        r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert cited["version"] == latest
+    assert cited["license"] == project()["license"] == "Apache-2.0"
+    assert cited["repository-code"] == project()["urls"]["Repository"]
     assert len(cited["references"][0]["authors"]) == 15
 
 
+def test_a_run_records_the_commit():
+    git = ["git", "-C", ROOT, "rev-parse", "HEAD"]
+    done = subprocess.run(git, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not in a checkout of git")
+    found = package_versions()["merlin-cowclip"]
+    assert re.fullmatch(rf"0\.1\.[^+]*\+g{done.stdout[:9]}(\.dirty)?", found)
+
+
+def test_sources_name_the_licence():
+    for floor in ("plugins", "models", "workflows"):
+        for path in (ROOT / floor).rglob("*.py*"):
+            if path.suffix in (".py", ".pyi"):
+                first, *_ = path.read_text(encoding="utf-8").splitlines()
+                assert first == "# SPDX-License-Identifier: Apache-2.0", path
+
+
 def test_links_of_the_project_files_exist():
-    for name in ("SECURITY.md", ".github/pull_request_template.md"):
+    """Those of the README are absolute: PyPI shows it."""
+    here = project()["urls"]["Repository"] + "/blob/main/"
+    for name in ("README.md", "SECURITY.md", ".github/pull_request_template.md"):
         text = (ROOT / name).read_text(encoding="utf-8")
-        for target in re.findall(r"\]\(([^)#:]+)", text):
-            assert (ROOT / target).exists(), (name, target)
+        for link in re.findall(r"\]\(([^)]+)\)", text):
+            if link.startswith(here) or not link.startswith("https://"):
+                assert name != "README.md" or link.startswith(here), link
+                target, _, anchor = link.removeprefix(here).partition("#")
+                page = (ROOT / target).read_text(encoding="utf-8")
+                titles = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+                slugs = {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in titles}
+                assert not anchor or anchor in slugs, (name, link)
 
 
 def test_no_data_is_committed():

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's networks as Merlin models on one fused embedding table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's networks as blocks: what each adds to the common body, `CTRBlock`."""
 
 from __future__ import annotations

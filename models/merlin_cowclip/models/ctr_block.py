@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The common body of the paper's networks: embeddings, linear part, deep stream, one logit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FusedEmbeddings: every categorical field of a schema in one table, with row offsets per domain.
 
 One variable instead of one per field: 26 small tables cost 26 times every kernel launch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ids out of range: rows that are safe to read, and an error that nothing waits for.
 
 On a GPU a check is dear only where something waits for its answer, which is the host's to give. So

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Initial rows of a fused table: N(0, σ), untrained rows zero."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's networks as Merlin models: one builder each."""
 
 from __future__ import annotations

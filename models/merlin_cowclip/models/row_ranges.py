@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rows of a fused table each field reads: one range of rows per int domain."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of a fused table by the raw ids of a log: read, as a frame, and set."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A schema as text, for layer configs: one text for one schema, whatever wrote it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raw ids and ids of a field: the vocabulary that NVTabular's Categorify wrote for a workflow."""
 
 from __future__ import annotations

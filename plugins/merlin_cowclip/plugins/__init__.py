@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CowClip for NVIDIA Merlin: the optimizer, its clip rules and its scaling rules.
 
 Serves any Merlin model and pipeline on its own. Names load on first use, so that the pure-Python

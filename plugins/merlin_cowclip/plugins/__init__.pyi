@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names of `merlin_cowclip.plugins` for type checkers; `__init__.py` loads them."""
 
 from .clipping import CLIP_RULES as CLIP_RULES

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of arguments, options and names, for all packages. Pure Python."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of a package that load on first use (PEP 562): TensorFlow takes seconds to import."""
 
 from __future__ import annotations

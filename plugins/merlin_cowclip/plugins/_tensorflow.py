@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TensorFlow and Merlin Models, imported without their chatter on a user's terminal.
 
 Imported before anything else of the package that needs TensorFlow.

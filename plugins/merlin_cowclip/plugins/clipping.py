@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The five clip rules of Table 6 as pure functions of gradients, rows, counts and fields.
 
 All act on gradients summed per id, with L2, on the rows of the batch. (The published code has only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables 8 and 9 of the paper as literal values, with their misprints corrected.
 
 Where the authors tuned by hand, they differ from `scale`. The λ columns are a tenth of what is

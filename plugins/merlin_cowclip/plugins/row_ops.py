@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels on embedding rows: unique rows, counts, segment sums and in-place writes.
 
 On a GPU, one op each. On a CPU other ops give the same digits several times as fast; they refuse to

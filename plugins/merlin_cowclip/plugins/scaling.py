@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hyperparameters and how they follow the batch size: the paper's scaling rules and its tables.
 
 Pure Python: nothing here knows TensorFlow. "K" is x 1024, and "batch size" is always the global

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning-rate schedules as Keras takes them: step → learning rate."""
 
 from __future__ import annotations

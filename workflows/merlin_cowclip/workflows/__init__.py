@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raw logs to ids, batches and trained networks: the names that users type.
 
 Names load on first use, so that what is pure Python does not wait for TensorFlow.

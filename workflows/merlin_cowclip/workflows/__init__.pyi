@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names of `merlin_cowclip.workflows` for type checkers; `__init__.py` loads them."""
 
 from .data.adopt.pipeline import adopt as adopt

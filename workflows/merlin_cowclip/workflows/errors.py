@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one exception for bad input: what the command line turns into exit code 2; and its words.
 
 Not for bugs: whatever is no fault of the user stays an ordinary exception with its traceback.

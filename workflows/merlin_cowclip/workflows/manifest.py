@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A manifest: the files of a folder, each with its size and SHA-256.
 
 The SHA-256 covers all of a file up to `SMALL` bytes and of a pickle, which runs when it is loaded;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merlin without its noise: of imports, and of an operator whose errors we report ourselves.
 
 Missing torch and triton mappings, TensorFlow's start-up lines; whatever else happens is heard.

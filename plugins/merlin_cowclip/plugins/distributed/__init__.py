@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of Horovod: collectives, sharded tables, start and callbacks."""

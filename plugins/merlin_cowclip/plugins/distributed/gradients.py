@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients and id counts of all ranks: all-reduce of dense ones, all-gather of rows.
 
 Each rank has the gradient of the mean loss of its share, an N-th of the batch. The mean of these

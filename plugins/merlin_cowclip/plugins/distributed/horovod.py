@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Horovod's collectives. All ranks must make the same calls in the same order.
 
 Where Horovod is installed, Merlin imports and initialises it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables in shards: row r lives on rank r mod N alone, with its moments.
 
 A lookup asks the owners for the rows of its ids, each once; a step sends them the summed gradients

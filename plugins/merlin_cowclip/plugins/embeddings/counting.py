@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In how many samples of the batch each row of a table occurs: cnt of Algorithm 1, line 7.
 
 cnt of a row is the number of samples of the batch that hold its id, added up over the features that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The embedding tables of a model: layers of the `HasTables` protocol, Merlin's tables and Keras's.
 
 Merlin's and Keras's layers record the ids of each call, by a method that is replaced on the layer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a model's embedding tables start from: a warning about another σ, and `init_tables`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the optimizer knows of embedding tables: their variable, their rows, their fields.
 
 Any layer that has a `table_specs()` method takes part (`HasTables`); `discovery.py` adapts

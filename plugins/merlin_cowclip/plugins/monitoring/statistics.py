@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics of steps by field, as sums on the device; and NaN checks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CowClipAdam: Adam on embedding rows with L2, counts (`counting.py`) and clip (`clipping.py`)."""
 
 from __future__ import annotations

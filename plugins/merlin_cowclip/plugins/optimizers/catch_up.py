@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Missed steps of embedding rows, applied at once. Pure functions; `deferred.py` calls them.
 
 A step of the exact mode changes a row that is absent from the batch by its L2 gradient only. With

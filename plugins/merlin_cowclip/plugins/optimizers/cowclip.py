@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CowClipOptimizer: embedding tables → CowClipAdam (`adam.py`), everything else → Keras's Adam."""
 
 from __future__ import annotations

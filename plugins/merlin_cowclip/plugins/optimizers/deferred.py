@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`update="deferred"`: rows that are absent from a batch are updated when they are read next.
 
 What a step does to an absent row depends on that row only. So each row stores the number of the

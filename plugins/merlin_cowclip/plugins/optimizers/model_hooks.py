@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks on the model of an optimizer: nine methods that Keras calls, and what they do before.
 
 Keras tells optimizers neither of fits nor of uses of weights. So methods of the model object are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A `CowClipOptimizer` on several ranks of Horovod: equal start, summed gradients, `RankSync`."""
 
 from __future__ import annotations

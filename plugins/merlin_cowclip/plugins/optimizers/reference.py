@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CowClip in NumPy: read this first.
 
 Three classes, one for each update mode, train one embedding table (V×d) in float64. They define the

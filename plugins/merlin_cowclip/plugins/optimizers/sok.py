@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CowClip on the tables of NVIDIA's SOK (`sparse_operation_kit`), of which each rank has rows.
 
 SOK looks rows up and sends their gradients to the ranks that have them. Each rank counts the ids

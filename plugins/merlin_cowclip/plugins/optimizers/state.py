@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All variables that training changes, by name: for broadcasts, checkpoints, saving, resuming."""
 
 from __future__ import annotations

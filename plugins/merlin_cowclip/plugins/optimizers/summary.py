@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`CowClipOptimizer.summary`: a table of all trainable variables."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder of a saved model is replaced as a whole: the old one or the new one can be read.
 
 The new folder is written beside `path`, as `.NAME.new`, its marker last; `path` is renamed to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharded tables made whole, to save or serve a model."""
 
 from __future__ import annotations

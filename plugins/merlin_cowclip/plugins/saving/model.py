@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Save and load a model with its optimizer as one: weights, moments, step counts, settings.
 
 Keras cannot restore the slots of its legacy optimizers from a SavedModel. So it is saved without

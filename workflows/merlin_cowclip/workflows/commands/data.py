@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands that turn logs into data: prepare, frequencies, adopt."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command demo: synthetic Criteo logs, prepared, trained by four rules, and a page.
 
 It shows the paper's effect in the small: what each rule makes of a batch that is many times as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a command ends: in one sentence and an exit code.
 
 0 done, 1 internal error, 2 bad input, 3 the time that was given is over and the run was saved,

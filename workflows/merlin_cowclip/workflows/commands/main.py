@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `merlin-cowclip`: arguments in, exit codes (`endings.py`) out.
 
 TensorFlow takes seconds to import: a command imports what it needs after its arguments are read.

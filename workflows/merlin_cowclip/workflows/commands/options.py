@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands and their options: how values are read, what help looks like, options of fields."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands that use a finished run: evaluate, predict."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command that makes a finished run ready for a server: export."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands that compare runs: sweep, report."""
 
 from __future__ import annotations

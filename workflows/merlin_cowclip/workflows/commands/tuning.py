@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command that searches values at a batch size: tune."""
 
 from __future__ import annotations

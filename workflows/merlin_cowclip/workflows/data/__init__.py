@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What turns logs into data: ids, counts, parquet, and what describes them.
 
 A column's type may be a pickle, which pyarrow before 14.0.1 runs as it opens a file

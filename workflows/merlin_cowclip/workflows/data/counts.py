@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``counts/<field>.parquet``: row i has the raw value and the training count of id i."""
 
 from __future__ import annotations

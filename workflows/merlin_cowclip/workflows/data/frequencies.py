@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How often IDs occur, from the counts of prepared data: why scaling rules fail (Section 3.1)."""
 
 from __future__ import annotations

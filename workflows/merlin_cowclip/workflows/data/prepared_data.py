@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prepared folders, which `prepare`, `adopt` and `frequencies --top-k` write."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The description of a data set: columns, their roles, the file format and the split.
 
 `CRITEO` and `AVAZU` are built in. Describe your own in a TOML file (`DatasetSpec.from_toml`).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Synthetic click logs in Criteo's and Avazu's formats, with known click probabilities.
 
 IDs follow a power law, fields have a few IDs to many, and values are missing. A click is drawn from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Top-k data: prepared data in which every ID is frequent (Table 1, right, of the paper)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Export a finished run as a Triton model repository, with Merlin Systems."""
 
 from __future__ import annotations

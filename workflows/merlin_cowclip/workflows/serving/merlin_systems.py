@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Import Merlin Systems without its log messages and with all of the GPU's memory.
 
 Merlin Systems needs `tritonclient`, but does not declare it.

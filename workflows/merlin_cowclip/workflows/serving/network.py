@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model as an operator of an ensemble: a plain SavedModel, without Keras and our layers.
 
 The SavedModel of `train` contains Keras layers and the optimizer's state, and takes int64 offsets

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encode raw rows of prepared data without pandas and NVTabular, as its workflow does.
 
 Ids are looked up in dictionaries that are built when the model loads.

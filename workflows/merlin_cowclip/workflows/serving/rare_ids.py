@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drop the embedding rows of rare ids, and measure what that costs in AUC.
 
 Most embedding rows belong to ids that hardly occur. Dropped ids are answered as unknown ids, or by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Triton model repository that `export` wrote: open it, and run its ensemble without a server."""
 
 from __future__ import annotations

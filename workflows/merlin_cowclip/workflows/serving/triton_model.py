@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a Triton server runs of a repository in Python: Merlin Systems' model, with our errors.
 
 Only a server can import this: `triton_python_backend_utils` belongs to it.

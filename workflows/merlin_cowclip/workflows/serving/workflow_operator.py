@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workflow as an operator of an ensemble: raw rows of a request to the network's inputs.
 
 Merlin Systems' own operator sends text from one Python model to another, where Triton loses it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of a tuning study, checked, and the points that it tries first. Pure Python."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A validation part for data that have none, held out of the training part: a prepared folder."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page that `report` and `demo` write: one HTML file that needs no network."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's numbers as printed, to stand beside ours: `paper_tables.json`.
 
 AUC in percent, log loss in nats, minutes of ten epochs on one V100; null: the run diverged.

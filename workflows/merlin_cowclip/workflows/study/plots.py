@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plots as SVG for a page: readable on light and on dark ground, and in print."""
 
 from __future__ import annotations

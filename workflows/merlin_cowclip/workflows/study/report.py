@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pages of `report`: a sweep's studies beside the paper's numbers, or single runs."""
 
 from __future__ import annotations

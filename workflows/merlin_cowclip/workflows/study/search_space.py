@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search space of hyperparameters at one batch size, and its parameters. Pure Python."""
 
 from __future__ import annotations

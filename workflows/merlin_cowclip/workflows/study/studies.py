@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's experiments as lists of runs: what is trained for each table and figure.
 
 Pure Python: which runs a study takes is known, and refused if need be, before anything is trained.

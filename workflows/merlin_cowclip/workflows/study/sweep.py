@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A study's runs, trained and kept: in one folder, by configuration, each once.
 
 `OUT/sweep.json` describes the data of all runs, `OUT/studies/NAME.json` which runs a study takes,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tuning: hyperparameters searched at the batch size itself, by the AUC on the validation part.
 
 An Optuna study in an SQLite file has the trials and, as attributes, what the best of them came to

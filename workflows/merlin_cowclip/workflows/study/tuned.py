@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder of a tuning study: its record, its result, and the tables that are printed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs trained by several processes: begun, or resumed; of several sweeps, each by one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run's network made from its configuration; and again, with the weights of a checkpoint."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run: written beside, and renamed once they are whole.
 
 `checkpoints/step-0000000400/` holds `state.index` and `state.data-…`, a `tf.train.Checkpoint` of

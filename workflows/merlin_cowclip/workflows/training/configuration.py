@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration of a training run and of what it keeps: checked once, fit for JSON both ways.
 
 A field says what its option on the command line is, and how it is checked. Pure Python: a wrong

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact AUC, log loss and calibration of a model's predictions, in one pass.
 
 Keras's `AUC()` sums over 200 thresholds, and can be off in the second digit; here all predictions

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning-rate schedules that a configuration can name, fit for JSON.
 
     {"name": "exponential", "rate": 0.5, "epochs": 1.0}     η · rate^(t / epochs)

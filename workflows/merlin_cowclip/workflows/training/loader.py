@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loader: batches of a prepared folder, each a function of (seed, epoch, number) only.
 
 Merlin's own loader never shuffles partitions, hangs at the end with `drop_last`, and counts its

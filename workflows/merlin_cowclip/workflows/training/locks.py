@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One process at a time: in a run that is trained, or a folder that several share."""
 
 from __future__ import annotations

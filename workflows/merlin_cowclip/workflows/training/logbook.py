@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run logs: TensorBoard's events as it trains, and three CSV files after each epoch."""
 
 from __future__ import annotations

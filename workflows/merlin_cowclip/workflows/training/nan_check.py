@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NaN detection: what is not finite ends a run within `EVERY` updates, with its name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The networks and their options, as configuration and command line know them without TensorFlow.
 
 A test holds `NETWORKS` against the signatures of the builders in `models.MODELS`.

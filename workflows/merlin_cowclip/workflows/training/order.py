@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of rows: a function of (seed, epoch, batch number), without files and state.
 
 So a run can resume at any batch, and all ranks agree.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run's predictions for rows from outside, in order, and how good they are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run on several ranks: what they agree on, who writes and speaks, what is not offered yet."""
 
 from __future__ import annotations

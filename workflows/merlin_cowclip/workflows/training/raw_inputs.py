@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows from outside, as the inputs of a run's model: raw ones through the run's own workflow.
 
 The saved workflow encodes them, not what `prepare` encodes with: it is what is served, and all that

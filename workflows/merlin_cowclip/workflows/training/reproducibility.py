@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seeds, deterministic ops and precision of a run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encoded rows in memory, as Arrow tables."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run folder: what training leaves, and how to load it again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An interval of training as named numbers, from `CowClipOptimizer.observe`, and the clip."""
 
 from __future__ import annotations

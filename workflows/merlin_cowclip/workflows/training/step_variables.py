@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning rates as variables that the compiled training step reads, so that trials share a step.
 
 `train` has the same variables: a graph with constants in their place may round differently.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stop after the update in hand: on SIGINT, SIGTERM, SIGHUP or a time limit.
 
 The first signal, and the end of the time, only ask for it; the training loop looks after each

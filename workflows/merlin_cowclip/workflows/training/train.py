@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training on a prepared folder: model, optimizer, the run folder, from its beginning or on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training loop of a run and of a trial.
 
 Its state is the model's and the optimizer's variables, the sums of statistics, and `Progress`; all

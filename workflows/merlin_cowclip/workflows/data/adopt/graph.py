@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load a saved NVTabular workflow, and find out from its graph where its columns come from.
 
 Imports NVTabular.

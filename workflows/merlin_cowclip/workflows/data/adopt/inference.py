@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encode raw rows with a saved workflow, each row by itself and without its label."""
 
 from __future__ import annotations

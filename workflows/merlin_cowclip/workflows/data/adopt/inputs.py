@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a saved workflow says of its parquet: roles, number of ids, vocabularies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`adopt`: check the parquet that a saved NVTabular workflow wrote, count its ids, refer to it.
 
 The parquet stays as it is and where it is, and is read once.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training-serving skew: does the saved workflow encode the user's raw rows as in the parquet?"""
 
 from __future__ import annotations

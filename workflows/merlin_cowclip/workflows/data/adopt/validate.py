@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parquet that an NVTabular workflow wrote or reads: open it, and check the rows that it wrote.
 
 Their ids must be in range, their numbers finite and their labels 0 or 1. The first bad value raises

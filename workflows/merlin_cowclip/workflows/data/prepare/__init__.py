@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raw logs to prepared data: split, fit, encode, shuffle, write."""

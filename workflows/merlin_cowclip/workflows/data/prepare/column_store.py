@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The columns of a log on disk, and the files of the parts made of them.
 
 A log is a parquet file by chunk, then an Arrow file by finished column. A task that runs again

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Threads of this process, or a local Dask cluster on CPUs or GPUs.
 
 A task reads and writes files and may run again, so that a worker may die.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One field: its statistics, its encoded values, and its report."""
 
 from __future__ import annotations

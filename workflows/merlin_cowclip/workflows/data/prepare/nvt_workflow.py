@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The NVTabular workflow of prepared data, and its schema. Imports NVTabular.
 
 The Arrow engine computes the statistics that NVTabular's operators would, and passes them to

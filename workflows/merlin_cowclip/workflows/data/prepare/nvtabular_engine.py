@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`prepare --engine nvtabular`: NVTabular fits and encodes, on CPUs or GPUs; `adopt` checks it.
 
 The log is read, checked, split and shuffled as by the default engine: both give the same rows in

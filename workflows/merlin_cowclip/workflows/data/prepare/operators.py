@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVTabular operators for raw rows: IDs to integers, numbers to [0, 1]. Imports NVTabular."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raw logs to prepared data: read, split, fit, encode, shuffle and write, all or nothing.
 
 One pass over the text stores every column. From then on a thread or worker has one column in memory

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The split: which rows are for training, validation and test, and in what order."""
 
 from __future__ import annotations

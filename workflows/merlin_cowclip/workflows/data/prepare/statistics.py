@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics of a column and its encoded values; temporary arrays have `SLICE_ROWS` at most."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raw logs: CSV and parquet files to typed Arrow batches."""

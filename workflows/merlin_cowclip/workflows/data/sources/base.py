@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A raw log: the rows of one file as typed Arrow batches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CSV logs, gzipped or not, read by Arrow."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the files, globs and folders that a user names to the list of input files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parquet logs, with the columns that the names of Hive's folders give (``day=1/part.parquet``)."""
 
 from __future__ import annotations
