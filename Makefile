@@ -1,12 +1,15 @@
 # Everything runs in a virtual environment of its own, made from nothing on first use. ENV=ngc: one
-# with the versions of NVIDIA's containers, on their Python. (Not ENV ?=: shells have an ENV as well.)
+# with the versions of NVIDIA's containers, on their Python; ENV=newest: Python 3.13 or 3.12, NumPy 2
+# and pandas 2. (Not ENV ?=: shells have an ENV as well.)
 ENV :=
 ifeq ($(ENV),ngc)
 PYTHONS := python3.10
+else ifeq ($(ENV),newest)
+PYTHONS := python3.13 python3.12
 else ifeq ($(ENV),)
-PYTHONS := python3.11 python3.10
+PYTHONS := python3.11
 else
-$(error ENV must be ngc or left out. Received: ENV=$(ENV))
+$(error ENV must be ngc, newest or left out. Received: ENV=$(ENV))
 endif
 CONSTRAINTS := constraints$(ENV:%=-%).txt
 VENV   ?= .venv$(ENV:%=-%)
@@ -35,7 +38,12 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "merlin-cowclip needs one of: $(PYTHONS). Found none: install it or run 'make PYTHON=/path/to/$(firstword $(PYTHONS)) …'." >&2; exit 2; }
 	@echo "Installing into $(VENV) with $(PYTHON) (a few minutes, once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,docs]'
+	@$(BIN)/pip install --quiet --no-deps --requirement $(CONSTRAINTS)
+ifeq ($(ENV),newest)  # the tools, which that file leaves out for users, are those of constraints.txt
+	@awk -F== 'NR == FNR {has[tolower($$1)]; next} !/^#/ && !(tolower($$1) in has)' $(CONSTRAINTS) constraints.txt > $(VENV)/tools.txt
+	@$(BIN)/pip install --quiet --no-deps --requirement $(VENV)/tools.txt
+endif
+	@$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 demo: $(STAMP)  ## the whole way on synthetic logs: prepare, train by four scaling rules, compare
@@ -55,19 +63,16 @@ test-extended: $(STAMP) $(RANKS)/.installed $(TRITON)/.installed  ## the tests t
 kills: $(STAMP)  ## kill a run KILLS times (40) at random, resume it, compare it with one that was not killed
 	@$(BIN)/python benchmarks/kill_and_resume.py --kills $(or $(KILLS),40)
 
-test-versions: $(STAMP)  ## the quick tests of data, training and commands; for ENV=ngc (TensorFlow is the same in both sets)
-	@$(BIN)/python $(PYTEST) -m quick tests/workflows
+test-versions: $(STAMP)  ## the quick tests, without ruff and mypy; for ENV=ngc or ENV=newest
+	@$(BIN)/python $(PYTEST) -m quick
 
-# CMake 3.26 and later refuse Horovod's own files. Gloo alone: neither MPI nor NCCL need be there.
-$(RANKS)/.installed: $(STAMP)
+# With Gloo only: neither MPI nor NCCL is needed.
+$(RANKS)/.installed: $(STAMP) containers/horovod.sh
 	@echo "Building Horovod into $(RANKS) (some minutes, once)"
 	@$(BIN)/python -m venv $(RANKS)
 	@$(BIN)/python -c 'import site, sys; print("import site; site.addsitedir(" + repr(site.getsitepackages()[0]) + ")")' \
 	  > "$$($(RANKS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/tests.pth"
-	@$(RANKS)/bin/pip install --quiet 'cmake<3.26' wheel cffi
-	@PATH="$(abspath $(RANKS))/bin:$$PATH" HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
-	  HOROVOD_WITHOUT_MPI=1 HOROVOD_WITH_GLOO=1 HOROVOD_CPU_OPERATIONS=GLOO \
-	  $(RANKS)/bin/pip install --quiet --no-build-isolation --no-deps horovod==0.28.1
+	@containers/horovod.sh $(RANKS)/bin/python
 	@touch $@
 
 test-ranks: $(RANKS)/.installed  ## the important tests on two ranks; builds Horovod for them
@@ -118,4 +123,4 @@ release-check: has-python  ## wheel and source archive, each installed on its ow
 	@.ci/release-check $(PYTHON)
 
 clean:  ## remove the environments and everything built
-	@rm -rf $(VENV) $(RANKS) $(TRITON) .venv-ngc .venv-ngc-ranks .venv-ngc-triton dist build docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache
+	@rm -rf $(VENV) $(RANKS) $(TRITON) .venv-ngc .venv-ngc-ranks .venv-ngc-triton .venv-newest .venv-newest-ranks .venv-newest-triton dist build docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache

@@ -21,7 +21,7 @@ def main(dist: Path) -> None:
     if "dev" not in version:  # of a tag
         assert version == cited, f"CITATION.cff is of {cited}, the tag of {version}"
     git = subprocess.run(["git", "ls-files"], check=True, capture_output=True, text=True)
-    roots = tuple(f"{floor}/merlin_cowclip/" for floor in FLOORS)
+    roots = tuple(f"{floor}/merlin_cowclip" for floor in FLOORS)
     ours = {name for name in git.stdout.splitlines() if name.startswith(roots)}
     with zipfile.ZipFile(wheel) as held:
         found = {name for name in held.namelist() if ".dist-info/" not in name}

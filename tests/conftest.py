@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from merlin_cowclip.plugins._compat import set_environment
 from tests.warm import WarmInterpreter
 
+set_environment()  # before tests import TensorFlow
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # Ignored where pytest is started with `&` in a script, and what it starts would inherit that; what
 # Python handles, programs it starts have as the system's default.
@@ -20,11 +22,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 TIERS = {  # every test has one; CONTRIBUTING.md says which command runs which
-    "quick": "make test; the tier of every test without a marker",
+    "quick": "make test; the tier without a marker, but in tests/ranks and tests/gpu",
     "ranks": "make test-ranks: needs Horovod",
     "extended": "make test-all, and a quarter of them in each CI run",
     "gpu": "make test-gpu",
 }
+OF_FOLDER = {Path(__file__).parent / tier: tier for tier in ("ranks", "gpu")}
 TIERS_OF = pytest.StashKey[dict[str, list[str]]]()
 
 
@@ -56,8 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         tiers[item.nodeid] = [tier for tier in TIERS if item.get_closest_marker(tier)]
         if not tiers[item.nodeid]:
-            item.add_marker("quick")
-            tiers[item.nodeid] = ["quick"]
+            tiers[item.nodeid] = [OF_FOLDER.get(item.path.parent, "quick")]
+            item.add_marker(*tiers[item.nodeid])
     config.stash[TIERS_OF] = tiers
     quarter = config.getoption("quarter")
     if quarter is not None:

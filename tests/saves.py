@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -12,8 +13,9 @@ import tensorflow as tf
 from merlin_cowclip.plugins._tensorflow import Schema, mm, quiet_stack
 
 with quiet_stack():
-    from keras.saving.legacy.saving_utils import trace_model_call
-
+    # keras, or tf_keras.src
+    _KERAS = tf.keras.Model.__module__.removesuffix(".engine.training")
+    trace_model_call = import_module(f"{_KERAS}.saving.legacy.saving_utils").trace_model_call
 
 _WITH_TRACES = mm.Model.save
 

@@ -6,6 +6,7 @@ are only parsed.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -29,8 +30,9 @@ SMALLER = {
     "sweep": ["--model", "fm", "--batch-sizes", BATCH, "--jobs", "1", *BRIEF],
 }
 # Programs that are not started here.
-CHECKED = ("docker", "horovodrun", "sbatch", "make", "IMAGE=merlin-cowclip.sif")
-OTHERS = ("pip", "python3", ".", "curl", "git", "cd", "HOROVOD_WITH_TENSORFLOW=1")
+HOROVOD = "containers/horovod.sh"
+CHECKED = ("docker", "horovodrun", "sbatch", "make", "IMAGE=merlin-cowclip.sif", HOROVOD)
+OTHERS = ("pip", "python3", ".", "curl", "git", "cd")
 PROGRAMS = ("merlin-cowclip", "python", *CHECKED, *OTHERS)
 
 
@@ -58,6 +60,8 @@ def check(line: str) -> None:
             assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), line
     elif words[0] == "sbatch":
         assert (ROOT / words[-3]).is_file(), line
+    elif words[0] == HOROVOD:
+        assert os.access(ROOT / HOROVOD, os.X_OK)
     elif words[0] == "horovodrun":
         parsed(words[words.index("merlin-cowclip") + 1 :])
     elif words[1] == "run":

@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import tape
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable, variable_accessed
+
+from merlin_cowclip.plugins._tensorflow import record as tape
 
 try:
     import horovod.tensorflow as hvd

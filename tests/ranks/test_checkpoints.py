@@ -57,7 +57,6 @@ def killed(data, tmp_path_factory) -> Path:
     return run
 
 
-@pytest.mark.ranks
 def test_killed_and_resumed_to_the_last_bit(killed, in_shards, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(killed, run)

@@ -26,7 +26,6 @@ from .launch import needs_horovod, on_ranks
 
 
 @needs_horovod
-@pytest.mark.ranks
 def test_a_run_of_two_ranks_is_that_of_one_process(data, one, tmp_path):
     ended = on_ranks(2, [*COMMAND, "train", data, "--out", tmp_path / "two", *OPTIONS])
     assert ended.code == 0, ended
@@ -74,7 +73,6 @@ def test_a_warm_start_on_two_ranks_is_that_of_one_process(data, tmp_path, tmp_pa
 
 
 @needs_horovod
-@pytest.mark.ranks
 def test_a_run_with_tables_in_shards_is_like_any_other(data, one, in_shards):
     run, its_data = Run.open(in_shards), PreparedData.open(data)
     assert run.result["config"]["tables"] == "sharded"
@@ -118,7 +116,6 @@ def _numbers(path: Path) -> list[dict[str, float]]:
         pytest.param(
             ["train", "{both}", "--batch-size", 18],
             "all ranks must have the same data, configuration and versions. Received: data_sha256 ",
-            marks=pytest.mark.ranks,
         ),
         pytest.param(
             ["train", "{data}", "--batch-size", 17],
@@ -147,12 +144,14 @@ def test_what_is_refused_is_said_once(tmp_path, command, words):
     assert {path for path in tmp_path.rglob("*")} == before
 
 
+@pytest.mark.quick
 def test_deferred_updates_are_refused(monkeypatch):
     monkeypatch.setattr(ranks_of_runs, "rank_info", lambda: Ranks(0, 2, 0, 2))
     with pytest.raises(UserError, match="on several ranks has no update='deferred' yet"):
         ranks_of_runs.check_offered(TrainConfig(batch_size=18, update="deferred"))
 
 
+@pytest.mark.quick
 def test_ranks_of_other_versions_are_refused(monkeypatch):
     mine = {key: key for key in ranks_of_runs._ALIKE} | {"versions": {"numpy": "1.23.5", "tf": "2"}}
     theirs = {**mine, "versions": {"numpy": "1.24.0", "tf": "2"}}
@@ -165,6 +164,7 @@ def test_ranks_of_other_versions_are_refused(monkeypatch):
     ranks_of_runs.check_alike(mine)
 
 
+@pytest.mark.quick
 def test_ranks_without_horovod_are_refused(data, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOROVOD_RANK", "0")
     monkeypatch.setenv("HOROVOD_SIZE", "2")
@@ -175,4 +175,4 @@ def test_ranks_without_horovod_are_refused(data, tmp_path, monkeypatch, capsys):
         ranks_of_runs.joined.cache_clear()
     (line,) = capsys.readouterr().err.splitlines()
     assert "2 processes" in line
-    assert "merlin-cowclip[horovod]" in line
+    assert "containers/horovod.sh" in line

@@ -16,12 +16,11 @@ from .launch import needs_horovod
 from .scripts import PART, REFUSED
 
 pytestmark = needs_horovod
-MARKS = {"important": pytest.mark.ranks, "others": pytest.mark.extended}
-MARKS["three"] = MARKS["others"]
 
 
 def of(launch: str, *more: Any) -> Any:
-    return pytest.param(launch, *more, marks=MARKS[launch])
+    marks = () if launch == "important" else pytest.mark.extended
+    return pytest.param(launch, *more, marks=marks)
 
 
 on_two_and_three = pytest.mark.parametrize("launch", [of("important"), of("three")])

@@ -8,7 +8,7 @@ from tests.golden import workflow_cases as cases
 
 from .launch import needs_horovod
 
-pytestmark = [needs_horovod, pytest.mark.ranks]
+pytestmark = needs_horovod
 
 
 @pytest.fixture(scope="module")

@@ -186,7 +186,7 @@ def input_schema(schema: Schema) -> Schema:
 
 def target_name(schema: Schema) -> str:
     """The one column tagged as binary target; a ValueError without, or for one of another kind."""
-    names = schema.select_by_tag(Tags.TARGET).column_names
+    names: list[str] = schema.select_by_tag(Tags.TARGET).column_names
     if len(names) != 1:
         raise ValueError(
             "The schema must have exactly one column tagged Tags.TARGET, the 0/1 label. Received: "

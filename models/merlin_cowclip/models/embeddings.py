@@ -20,7 +20,7 @@ from merlin_cowclip.models.initial_rows import draw_rows, draw_shard, untrained_
 from merlin_cowclip.models.row_ranges import RowRanges, cardinality
 from merlin_cowclip.models.rows_by_raw_id import RowsByRawId
 from merlin_cowclip.models.schemas import schema_text
-from merlin_cowclip.models.vocabulary import PADDING_ID, is_encoded
+from merlin_cowclip.models.vocabulary import PADDING_ID, Ids, is_encoded
 from merlin_cowclip.plugins import Lookup, TableSpec
 from merlin_cowclip.plugins._checks import whole_number
 from merlin_cowclip.plugins._tensorflow import tf
@@ -307,7 +307,7 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
             return tf.TensorShape([batch, len(self.fields), self.dim])
         return {name: tf.TensorShape([batch, self.dim]) for name in self.fields}
 
-    def keep_ids(self, ids: Mapping[str, np.ndarray]) -> None:
+    def keep_ids(self, ids: Mapping[str, Ids]) -> None:
         """Keep only these ids' rows, to predict with: id `ids[i]` becomes id i.
 
         Args:

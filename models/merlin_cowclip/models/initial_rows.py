@@ -10,7 +10,7 @@ import numpy as np
 from merlin.schema import ColumnSchema
 
 from merlin_cowclip.models.row_ranges import RowRanges, cardinality
-from merlin_cowclip.models.vocabulary import PADDING_ID, UNKNOWN_ID, is_encoded
+from merlin_cowclip.models.vocabulary import PADDING_ID, UNKNOWN_ID, Ids, is_encoded
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.horovod import all_gather_object
 from merlin_cowclip.plugins.distributed.sharding import Shard
@@ -19,7 +19,7 @@ _BLOCK = 1 << 16  # rows that are drawn together
 
 
 def draw_rows(
-    stddev: float, zero_rows: np.ndarray, shape: Any, dtype: tf.DType, **kwargs: Any
+    stddev: float, zero_rows: Ids, shape: Any, dtype: tf.DType, **kwargs: Any
 ) -> tf.Tensor:
     """A V×d table of N(0, stddev), with `zero_rows` (numbers) at zero; stddev 0: all zeros."""
     if stddev == 0:
@@ -30,7 +30,7 @@ def draw_rows(
 
 
 def draw_shard(
-    shard: Shard, stddev: float, zero_rows: np.ndarray, shape: Any, dtype: tf.DType, **kwargs: Any
+    shard: Shard, stddev: float, zero_rows: Ids, shape: Any, dtype: tf.DType, **kwargs: Any
 ) -> tf.Tensor:
     """This rank's rows of a V×d table; on all ranks at once.
 
@@ -53,12 +53,12 @@ def draw_shard(
     return tf.constant(values)
 
 
-def untrained_rows(columns: Sequence[ColumnSchema], ranges: RowRanges) -> np.ndarray:
+def untrained_rows(columns: Sequence[ColumnSchema], ranges: RowRanges) -> Ids:
     """Rows that no training row of any field has, int64, rising.
 
     Padding, and the ids that prepared data counted no training row of; else the unknown id.
     """
-    untrained: dict[int, np.ndarray] = {}
+    untrained: dict[int, Ids] = {}
     for column in columns:
         ids = np.array([PADDING_ID, UNKNOWN_ID])
         counted = column.properties.get("untrained_ids")  # starts and ends in turn; read as floats

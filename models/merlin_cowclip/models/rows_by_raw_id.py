@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from merlin_cowclip.models.vocabulary import (
     MISSING_ID,
     UNKNOWN_ID,
     Folder,
+    Ids,
     encode,
     has_raw_ids,
     is_encoded,
@@ -25,7 +27,7 @@ from merlin_cowclip.plugins.distributed.horovod import check_same
 class RowsByRawId(tf.keras.layers.Layer):
     """The methods of `FusedEmbeddings` that take raw ids."""
 
-    def rows(self, field: str, raw_ids: Any, *, workflow: Folder = None) -> np.ndarray:
+    def rows(self, field: str, raw_ids: Any, *, workflow: Folder = None) -> Ids:
         """The table's rows of some raw ids of a field.
 
         Args:
@@ -63,7 +65,8 @@ class RowsByRawId(tf.keras.layers.Layer):
                 f"Field {field!r} has no row for the raw id {bad!r}: {reason}. Take the id from "
                 "workflow.transform."
             )
-        return ids + self._first_row[field]
+        ids += self._first_row[field]
+        return ids
 
     def to_df(self, field: str, *, workflow: Folder = None) -> pd.DataFrame:
         """The rows of one field with their raw ids; of a sharded table, on all ranks at once.
@@ -93,7 +96,7 @@ class RowsByRawId(tf.keras.layers.Layer):
         return frame.rename_axis("id")
 
     def load_rows(
-        self, field: str, values: pd.DataFrame | np.ndarray, *, workflow: Folder = None
+        self, field: str, values: pd.DataFrame | NDArray[Any], *, workflow: Folder = None
     ) -> int:
         """Set rows of one field to given, for instance pretrained, ones. Builds the table.
 
@@ -148,7 +151,7 @@ class RowsByRawId(tf.keras.layers.Layer):
         table.assign(tf.tensor_scatter_nd_update(whole, rows[:, np.newaxis], new))
         return len(ids)
 
-    def _ids_of_frame(self, field: str, frame: pd.DataFrame, workflow: Folder) -> np.ndarray:
+    def _ids_of_frame(self, field: str, frame: pd.DataFrame, workflow: Folder) -> Ids:
         """The ids of a frame's rows; -1 of those that the field does not know."""
         if "raw" in frame or (frame.index.name == "id" and is_encoded(self.schema[field])):
             raise ValueError(
@@ -169,7 +172,7 @@ class RowsByRawId(tf.keras.layers.Layer):
             )
         return ids
 
-    def _vocabulary(self, field: str, workflow: Folder) -> pd.Series:
+    def _vocabulary(self, field: str, workflow: Folder) -> pd.Series[Any]:
         self._check_field(field)
         vocabulary = read_vocabulary(self.schema[field], workflow)
         last, cardinality = vocabulary.index.max(), self.cardinalities[field]

@@ -9,9 +9,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from merlin_cowclip.plugins._tensorflow import ColumnSchema
 
+Ids: TypeAlias = NDArray[np.int64]
 Folder: TypeAlias = str | os.PathLike[str] | None
 
 PADDING_ID, MISSING_ID, UNKNOWN_ID = 0, 1, 2
@@ -28,7 +30,7 @@ def is_encoded(column: ColumnSchema) -> bool:
     return bool(column.properties.get("cat_path"))
 
 
-def read_vocabulary(column: ColumnSchema, workflow: Folder = None) -> pd.Series:
+def read_vocabulary(column: ColumnSchema, workflow: Folder = None) -> pd.Series[Any]:
     """The raw id of each id of a field but padding, missing and unknown: text or integers.
 
     Args:
@@ -82,8 +84,12 @@ def read_vocabulary(column: ColumnSchema, workflow: Folder = None) -> pd.Series:
 
 
 def encode(
-    vocabulary: pd.Series, raw_ids: Any, missing: int, unknown: int, empty_is_missing: bool = False
-) -> np.ndarray:
+    vocabulary: pd.Series[Any],
+    raw_ids: Any,
+    missing: int,
+    unknown: int,
+    empty_is_missing: bool = False,
+) -> Ids:
     """Ids of raw ids, n, int64.
 
     Args:

@@ -9,7 +9,7 @@ import numbers
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 
 def check_path(name: str, path: str | os.PathLike[str]) -> None:
@@ -24,7 +24,7 @@ def check_path(name: str, path: str | os.PathLike[str]) -> None:
 
 def is_whole(
     value: Any, least: int | None = None, most: int | None = None, *, numpys: bool = False
-) -> bool:
+) -> TypeGuard[int]:
     """Whether `value` is a whole number from `least` to `most`, and no bool; NumPy's: `numpys`."""
     whole = isinstance(value, numbers.Integral if numpys else int) and not isinstance(value, bool)
     return whole and (least is None or value >= least) and (most is None or value <= most)

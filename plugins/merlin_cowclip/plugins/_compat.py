@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merlin 23.x on TensorFlow 2.19 to 2.21, which has Keras 2 apart, on pandas 2 and on newer Dask.
 
 Merlin imports modules that have moved. They get their old names before Merlin is imported. A wheel
@@ -49,7 +50,7 @@ class _BeforeMerlin:
 def install() -> None:
     """Prepare for imports of Merlin in this process."""
     if not any(isinstance(one, _BeforeMerlin) for one in sys.meta_path):
-        sys.meta_path.insert(0, _BeforeMerlin())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _BeforeMerlin())
 
 
 def set_environment() -> None:
@@ -98,8 +99,13 @@ def give_old_names() -> None:
         version = tf.__version__.rpartition(".")[0]
         raise ImportError(
             f"Merlin Models needs Keras 2: pip install 'tf-keras=={version}.*', and import "
-            "merlin_cowclip or merlin.models.tf before tf.keras is used."
+            "merlin_cowclip or merlin.models.tf before tf.keras is used",
+            name="tf_keras",
         )
+    # Where `import tensorflow.keras` looks, should TensorFlow have been imported before.
+    folder = os.path.dirname(importlib.import_module("tf_keras.api._v2").__file__)
+    if folder not in tf.__path__:
+        tf.__path__.insert(0, folder)
     internal = importlib.import_module("tensorflow.python")
     if not hasattr(internal, "to_dlpack"):
         internal.to_dlpack = tf.experimental.dlpack.to_dlpack  # type: ignore[attr-defined]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from merlin_cowclip.plugins._tensorflow import kept_on, tf
 
+_Made = TypeVar("_Made")
 _MADE = "_merlin_cowclip_made"
 _SAME_VALUES = {"Cast", "ExpandDims", "Identity", "Reshape", "Squeeze"}
 
@@ -49,7 +50,8 @@ def unique_rows(indices: tf.Tensor, num_rows: int, on_cpu: bool) -> Rows:
             return unique(indices)
         # Marking takes 15 ns a row of the table and 7 a value; hashing 17 to 60 a value.
         few = tf.size(indices, tf.int64) < num_rows
-        return tf.cond(few, lambda: unique(indices), lambda: _marked(indices, num_rows))
+        found: Rows = tf.cond(few, lambda: unique(indices), lambda: _marked(indices, num_rows))
+        return found
 
     return once_per_graph(("unique", on_cpu and num_rows), [source_of(indices)], find)
 
@@ -113,12 +115,12 @@ def source_of(ids: tf.Tensor) -> tf.Tensor:
 
 
 def once_per_graph(
-    key: tuple[Hashable, ...], ids: Sequence[tf.Tensor], make: Callable[[], Any]
-) -> Any:
+    key: tuple[Hashable, ...], ids: Sequence[tf.Tensor], make: Callable[[], _Made]
+) -> _Made:
     """What `make` makes of ids; in a graph, made once for the same key and tensors."""
     if tf.executing_eagerly():
         return make()
-    made = kept_on(tf.compat.v1.get_default_graph(), _MADE, {})
+    made: dict[Any, _Made] = kept_on(tf.compat.v1.get_default_graph(), _MADE, {})
     key = (*key, *(one.ref() for one in ids))
     if key not in made:
         made[key] = make()

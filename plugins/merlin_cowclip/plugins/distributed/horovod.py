@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from merlin_cowclip.plugins._tensorflow import FuncGraph, has_horovod, kept_on, tf
 
@@ -126,7 +127,7 @@ def all_gather_object(value: Any) -> list[Any]:
     return [json.loads(text.tobytes()) for text in texts]
 
 
-def all_gather(values: np.ndarray) -> np.ndarray:
+def all_gather(values: NDArray[Any]) -> NDArray[Any]:
     """All ranks' arrays behind one another; eagerly, on all ranks at once."""
     with tf.device("CPU:0"):
         return np.asarray(all_gather_each([tf.constant(values)])[0])

@@ -131,7 +131,8 @@ class LookupRecorder:
         graph = tf.compat.v1.get_default_graph()
         # A branch of a tf.cond (loss scaling) may use what its outer graphs recorded.
         while isinstance(graph, FuncGraph):
-            if noted := getattr(graph, self._key, None):
+            noted: MutableSequence[Lookup] | None = getattr(graph, self._key, None)
+            if noted:
                 return noted
             graph = graph.outer_graph
         return []

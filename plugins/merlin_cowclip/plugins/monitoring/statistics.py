@@ -10,6 +10,7 @@ from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.clipping import RowNorms, widened
@@ -173,11 +174,11 @@ class StepStatistics:
         """Let `read` start anew; `total` goes on."""
         self._before.assign(self._sums)
 
-    def _since_reset(self) -> np.ndarray:
+    def _since_reset(self) -> NDArray[np.float64]:
         with np.errstate(invalid="ignore"):  # what is infinite in both
             return self._of_all_ranks(self._sums.numpy() - self._before.numpy())
 
-    def _of_all_ranks(self, sums: np.ndarray) -> np.ndarray:
+    def _of_all_ranks(self, sums: NDArray[np.float64]) -> NDArray[np.float64]:
         """Those of tables in shards over all ranks, but for their steps."""
         sharded = [spec.shard is not None for spec in self._tables for _ in spec.range_names]
         if any(sharded):
@@ -185,7 +186,7 @@ class StepStatistics:
             sums[sharded, 1:] = whole[sharded, 1:]
         return sums
 
-    def _fields(self, sums: np.ndarray) -> list[FieldStatistics]:
+    def _fields(self, sums: NDArray[np.float64]) -> list[FieldStatistics]:
         names, found, rows = distinct_names(self._tables), [], iter(sums)
         for spec, by_range in self._tables.items():
             for field, clipped in zip(spec.range_names, by_range, strict=True):

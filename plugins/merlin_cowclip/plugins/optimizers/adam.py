@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -368,7 +368,12 @@ def _on_gpu(variable: tf.Variable) -> bool:
     return "GPU" in (variable.device or "")
 
 
-def table_parts(kind: Any, rate: Any, hp: Hyperparameters, update: str) -> tuple[Any, Any]:
+_Adam = TypeVar("_Adam", bound=CowClipAdam)
+
+
+def table_parts(
+    kind: type[_Adam], rate: Any, hp: Hyperparameters, update: str
+) -> tuple[_Adam, _Adam]:
     """Optimizers of the clipped tables and of the others, of a `CowClipAdam` class."""
     given: dict[str, Any] = {"clip_ratio": hp.clip_ratio, "clip_floor": hp.clip_floor}
     given |= {"l2": hp.l2, "update": update}

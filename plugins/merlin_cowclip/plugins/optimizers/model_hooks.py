@@ -112,7 +112,7 @@ def _make_train_function(
     return make(*force, **named)
 
 
-def _save(compiled: Any, bound: Any, model: Any, save: Any, *arguments: Any, **named: Any) -> None:
+def _save(compiled: Any, bound: Any, model: Any, save: Any, *arguments: Any, **named: Any) -> Any:
     optimizer = compiled or bound
     if optimizer is None:
         return save(*arguments, **named)

@@ -93,7 +93,8 @@ class Lazy:
 
     def lookup(self, ids: Array) -> Array:
         """Embeddings of ids of any shape."""
-        return self.w[ids]
+        embeddings: Array = self.w[ids]
+        return embeddings
 
     def table(self) -> Array:
         """All embeddings, V×d."""
@@ -105,7 +106,7 @@ class Lazy:
         self._update(ids, self._clipped(ids, gradients, counts), self.step_number)
 
     def _clipped(self, ids: Array, gradients: Array, counts: Array) -> Array:
-        g = gradients + 2 * self.settings.l2 * self.w[ids]
+        g: Array = gradients + 2 * self.settings.l2 * self.w[ids]
         mine = ~self.exempt[ids]
         rows = ids[mine]
         g[mine] = clip(g[mine], self.w[rows], counts[mine], self.fields[rows], self.settings)

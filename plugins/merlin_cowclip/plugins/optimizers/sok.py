@@ -44,7 +44,7 @@ def _sok() -> Any:
     except Exception as error:  # where its libraries are missing, SOK raises plain ones
         raise ImportError(
             f"sparse_operation_kit cannot be used: {error}. NVIDIA's TensorFlow images of Merlin "
-            "have it; pip install 'merlin-cowclip[sok]' builds it."
+            "have it; pip install 'merlin-sok>=2,<3' builds it with CUDA's compiler."
         ) from error
     return sok
 

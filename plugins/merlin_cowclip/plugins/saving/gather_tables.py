@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.plugins.distributed.horovod import all_gather
@@ -70,7 +71,7 @@ def _whole(variable: tf.Variable, shard: Shard) -> tf.Variable | None:
     return None if rows is None else tf.Variable(rows, trainable=variable.trainable, name=name)
 
 
-def whole_rows(variable: tf.Variable, shard: Shard) -> np.ndarray | None:
+def whole_rows(variable: tf.Variable, shard: Shard) -> NDArray[Any] | None:
     """V×d of a variable that has this rank's rows, on rank 0; on all ranks at once."""
     shape = shard.num_rows, variable.shape[1]
     whole = np.empty(shape, variable.dtype.as_numpy_dtype) if shard.rank == 0 else None

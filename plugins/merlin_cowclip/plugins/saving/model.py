@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from merlin_cowclip.plugins._checks import check_path
 from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
@@ -62,6 +63,7 @@ def _save(model: tf.keras.Model, optimizer: CowClipOptimizer, path: Path) -> Non
     trained, losses = {v.ref() for v in model.trainable_variables}, model.compiled_loss
     description = {
         "format": FORMAT,
+        "tensorflow": tf.__version__,
         "modules": sorted({type(one).__module__ for one in model._flatten_layers()} - {"__main__"}),
         "optimizer": tf.keras.optimizers.serialize(model.optimizer),
         "parts": [_settings(part) for part in optimizer.optimizers],
@@ -86,8 +88,8 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
         `loss_weights` are those that the model was compiled with.
 
     Raises:
-      ValueError: the folder holds no whole state, or that of another model; or Keras does not know
-        the loss.
+      ValueError: the folder holds no whole state, or that of another model; a newer TensorFlow
+        saved it; or Keras does not know the loss.
     """
     check_path("path", path)
     path = find(Path(path))
@@ -103,8 +105,16 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
     for module in description["modules"]:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    with quiet_stack():
-        model = tf.keras.models.load_model(str(path), compile=False)
+    try:
+        with quiet_stack():
+            model = tf.keras.models.load_model(str(path), compile=False)
+    except Exception as error:
+        if (saved := description.get("tensorflow")) == tf.__version__:
+            raise
+        raise ValueError(
+            f"TensorFlow {tf.__version__} cannot load {path}, which {saved} saved: {error} "
+            f"Load it with TensorFlow {saved} or later."
+        ) from error
     weights = _in_saved_order(model, description["weights"], path)
     _freeze(model, weights, description["weights"])
     optimizer = tf.keras.optimizers.deserialize(description["optimizer"])
@@ -158,7 +168,7 @@ def _in_saved_order(
     return found
 
 
-def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+def _same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
     """Whether they hold the same: unlike `==`, NaN is NaN, in any dtype."""
     return np.array_equal(np.ravel(a).view(np.uint8), np.ravel(b).view(np.uint8))
 

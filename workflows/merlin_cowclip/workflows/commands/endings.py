@@ -23,6 +23,22 @@ from merlin_cowclip.workflows.errors import AgreedError, Notice, Stopped, UserEr
 from merlin_cowclip.workflows.training.ranks import launched, wait_for_rank_zero
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_EXTRAS = {  # of pyproject.toml, by the module that is missing
+    **dict.fromkeys(("tensorflow", "tf_keras", "absl"), "tensorflow"),
+    **dict.fromkeys(
+        (
+            "nvtabular",
+            "dask",
+            "distributed",
+            "sklearn",
+            "matplotlib",
+            "optuna",
+            "sqlalchemy",
+            "jinja2",
+        ),
+        "workflows",
+    ),
+}
 _LONGEST_WORD, _LONGEST = 300, 1000  # characters of a message; a path may be 255 and more
 
 
@@ -64,6 +80,9 @@ def _code_of(error: BaseException, name: str, received: list[int]) -> int:
         else:
             say(f"{name}: error: {error}")
         return error.exit_code
+    if isinstance(error, ImportError) and (extra := _EXTRAS.get((error.name or "").split(".")[0])):
+        say(f"{name}: error: {error}. Install it: pip install 'merlin-cowclip[{extra}]'")
+        return UserError.exit_code
     with contextlib.suppress(OSError):
         traceback.print_exception(error)
     say(f"{name}: internal error (please report it): {type(error).__name__}: {error}")

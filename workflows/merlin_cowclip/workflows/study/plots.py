@@ -26,7 +26,7 @@ _RULES = ("cowclip", "linear", "sqrt", "none", "sqrt_star", "n2_lambda", TUNED, 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _MARKED = 20  # points of a line at most
 _INK = "#77808a"  # on both grounds
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     **{"svg.fonttype": "none", "svg.hashsalt": "merlin-cowclip"},
     **{f"{part}.color": _INK for part in ("xtick", "ytick", "grid")},
     **{"axes.labelcolor": _INK, "axes.edgecolor": _INK, "axes.labelsize": 11},

@@ -68,8 +68,8 @@ def joined() -> RankInfo:
     if found.size == 1 < launched().size:
         raise AgreedError(
             "several ranks need Horovod with TensorFlow and their launcher's network. Received: "
-            f"{launched().size} processes that know nothing of each other. Install "
-            "'merlin-cowclip[horovod]', as docs/scaling.md says, or run one process"
+            f"{launched().size} processes that know nothing of each other. Install Horovod by "
+            "containers/horovod.sh, as docs/scaling.md says, or run one process"
         )
     gpus = tf.config.list_physical_devices("GPU")
     if found.size > 1 and gpus:

@@ -78,7 +78,7 @@ def check_executor(workers: int, device: str) -> None:
         if importlib.util.find_spec(package) is None:
             raise UserError(
                 f"--device gpu needs the package {package}. Use one of NVIDIA's Merlin containers, "
-                "or install RAPIDS and the extra: pip install 'merlin-cowclip[gpu]'"
+                "or install RAPIDS as docs/install.md says"
             )
     from distributed.diagnostics import nvml
 
