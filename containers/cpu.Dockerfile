@@ -21,10 +21,7 @@ RUN useradd --uid 10001 --create-home --shell /bin/bash cowclip \
  && install -d -m 1777 -o cowclip -g cowclip /home/cowclip /home/cowclip/data /home/cowclip/runs
 
 # A virtual environment: Debian's own Python refuses pip.
-ENV PATH=/opt/merlin-cowclip/bin:${PATH} \
-    HOME=/home/cowclip \
-    USER=cowclip \
-    PYTHONUNBUFFERED=1
+ENV PATH=/opt/merlin-cowclip/bin:${PATH}
 WORKDIR /src
 COPY . .
 RUN python3 -m venv /opt/merlin-cowclip \
@@ -32,6 +29,10 @@ RUN python3 -m venv /opt/merlin-cowclip \
  && install -m 755 containers/entrypoint.sh /usr/local/bin/merlin-cowclip-entrypoint \
  && rm -rf /src/*
 
+# Not before: pip would leave root's files in the home.
+ENV HOME=/home/cowclip \
+    USER=cowclip \
+    PYTHONUNBUFFERED=1
 USER 10001
 WORKDIR /home/cowclip
 ENTRYPOINT ["merlin-cowclip-entrypoint"]

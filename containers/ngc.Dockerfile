@@ -21,13 +21,6 @@ USER 0
 RUN useradd --uid 10001 --create-home --shell /bin/bash cowclip \
  && install -d -m 1777 -o cowclip -g cowclip /home/cowclip /home/cowclip/data /home/cowclip/runs /home/cowclip/notebooks
 
-# The image's folder for Jupyter's own files is root's.
-ENV HOME=/home/cowclip \
-    USER=cowclip \
-    PYTHONUNBUFFERED=1 \
-    JUPYTER_CONFIG_DIR=/home/cowclip/.jupyter \
-    JUPYTER_DATA_DIR=/home/cowclip/.jupyter \
-    JUPYTER_RUNTIME_DIR=/home/cowclip/.jupyter
 WORKDIR /src
 COPY . .
 # The image's versions are constraints, except those that pip cannot compare. The build fails if one changed.
@@ -41,6 +34,13 @@ RUN python3 -m pip list --format=freeze | sort > image.txt \
  && install -m 666 -o cowclip -g cowclip workflows/notebooks/*.ipynb /home/cowclip/notebooks \
  && rm -rf /src/*
 
+# Not before: pip would leave root's files in the home. The image's folder for Jupyter's own files is root's.
+ENV HOME=/home/cowclip \
+    USER=cowclip \
+    PYTHONUNBUFFERED=1 \
+    JUPYTER_CONFIG_DIR=/home/cowclip/.jupyter \
+    JUPYTER_DATA_DIR=/home/cowclip/.jupyter \
+    JUPYTER_RUNTIME_DIR=/home/cowclip/.jupyter
 USER 10001
 WORKDIR /home/cowclip
 ENTRYPOINT ["merlin-cowclip-entrypoint"]
