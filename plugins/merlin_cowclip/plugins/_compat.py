@@ -103,7 +103,7 @@ def give_old_names() -> None:
             name="tf_keras",
         )
     # Where `import tensorflow.keras` looks, should TensorFlow have been imported before.
-    folder = os.path.dirname(importlib.import_module("tf_keras.api._v2").__file__)
+    folder = importlib.import_module("tf_keras.api._v2").__path__[0]
     if folder not in tf.__path__:
         tf.__path__.insert(0, folder)
     internal = importlib.import_module("tensorflow.python")
