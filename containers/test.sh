@@ -32,6 +32,7 @@ in_image() {  # [OPTION…] CONTAINER COMMAND…
 }
 as_users() {  # COMMAND…: through the entry point, as the image's user and as two that it does not know
   for user in 10001 12345:0 12345:12345; do
+    in_image --user 0 "$container" -- rm -rf /home/cowclip/.cache /home/cowclip/.config  # as in a new container
     in_image --user "$user" "$container" -- merlin-cowclip-entrypoint "$@" 2>&1 | sed 's/^/    /'
     say "as $user: $*"
   done
