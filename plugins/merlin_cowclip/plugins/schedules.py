@@ -90,5 +90,5 @@ class Proportional(tf.keras.optimizers.schedules.LearningRateSchedule):
         return tf.cast(rate, dtype) * tf.cast(self._factor(), dtype)
 
     def get_config(self) -> dict[str, Any]:
-        """The rate; the factor is not serializable."""
-        return {"rate": self.rate}
+        """Nothing: the factor is not serializable, nor is the rate if it reads variables."""
+        return {}

@@ -460,6 +460,15 @@ def test_export_without_the_extra(toy_run, tmp_path, monkeypatch):
     check(argv, "needs Merlin Systems and tritonclient … merlin-cowclip[serve]", tmp_path)
 
 
+def test_a_command_without_its_extra(toy_data, tmp_path, monkeypatch):
+    for name in [*sys.modules]:
+        if name.startswith(("merlin_cowclip.workflows.study.", "optuna")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    argv = ["tune", toy_data, "--out", tmp_path / "tune", "--batch-size", 32]
+    check(argv, "optuna … pip install 'merlin-cowclip[workflows]'", tmp_path)
+
+
 def test_export_of_a_changed_file(run, tmp_path):
     changed("workflow/workflow.pkl")(run)
     argv = ["export", run, "--out", tmp_path / "repository"]
