@@ -15,23 +15,25 @@ LABEL org.opencontainers.image.title="merlin-cowclip" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.base.name="docker.io/library/python:3.11-slim-bookworm"
 
-# A user whose number no base has given away, the same in both images; by number, so that Kubernetes sees
-# that it is not root. The folders are its own before a volume is mounted on one: a new volume begins so.
+# A numeric user, so that Kubernetes sees that it is not root. With --user, any other user has the same
+# home and can write to its folders and to new volumes mounted there.
 RUN useradd --uid 10001 --create-home --shell /bin/bash cowclip \
- && install -d -o cowclip -g cowclip /home/cowclip/data /home/cowclip/runs
+ && install -d -m 1777 -o cowclip -g cowclip /home/cowclip /home/cowclip/data /home/cowclip/runs
 
-# An environment of its own: a base whose Python is the distribution's lets pip into no other.
-ENV PATH=/opt/merlin-cowclip/bin:${PATH} \
-    PYTHONUNBUFFERED=1
+# A virtual environment: Debian's own Python refuses pip.
+ENV PATH=/opt/merlin-cowclip/bin:${PATH}
 WORKDIR /src
 COPY . .
 RUN python3 -m venv /opt/merlin-cowclip \
- && pip install --no-cache-dir --constraint constraints.txt . \
+ && pip install --no-cache-dir --constraint constraints.txt '.[all]' \
  && install -m 755 containers/entrypoint.sh /usr/local/bin/merlin-cowclip-entrypoint \
  && rm -rf /src/*
 
+# Not before: pip would leave root's files in the home.
+ENV HOME=/home/cowclip \
+    USER=cowclip \
+    PYTHONUNBUFFERED=1
 USER 10001
 WORKDIR /home/cowclip
-HEALTHCHECK --interval=1m --timeout=30s CMD ["merlin-cowclip", "--help"]
 ENTRYPOINT ["merlin-cowclip-entrypoint"]
 CMD ["--help"]

@@ -1,8 +1,12 @@
 #!/bin/sh
-# The command line. In NVIDIA's image its own entry point goes first: it says what the image holds,
-# and makes an older driver fit.
+# Runs the programs listed here and any path; everything else is a command of merlin-cowclip.
+case "${1:-}" in
+  */* | bash | sh | env | python | python3 | pip | pytest | jupyter | horovodrun | mpirun | nvidia-smi | tritonserver | merlin-cowclip) ;;
+  *) set -- merlin-cowclip "$@" ;;
+esac
+# NVIDIA's entry point selects a CUDA library that fits an older driver.
 nvidia=/opt/nvidia/nvidia_entrypoint.sh
 if [ -x "$nvidia" ]; then
-  exec "$nvidia" merlin-cowclip "$@"
+  set -- "$nvidia" "$@"
 fi
-exec merlin-cowclip "$@"
+exec "$@"

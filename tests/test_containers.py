@@ -11,11 +11,14 @@ from typing import NamedTuple
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from merlin_cowclip.workflows.commands.main import cli
-from tests.test_project import MAKEFILE, ROOT, pinned, project, requirements
+from tests.test_project import MAKEFILE, ROOT, pinned, project
 
 CONTAINERS = ROOT / "containers"
+ENTRYPOINT = (CONTAINERS / "entrypoint.sh").read_text(encoding="utf-8")
 DOCKERFILES = ("cpu.Dockerfile", "ngc.Dockerfile")
 
 
@@ -64,18 +67,64 @@ def test_labels_and_entry_point(name):
     assert all((ROOT / path).exists() for path in copied)
 
 
-def test_the_tests_run_in_the_versions_of_nvidias_image():
-    ours, recorded = pinned("constraints-ngc.txt"), image_versions()
-    required = {one.name for one in requirements()}
-    assert recorded.keys() >= {"tensorflow", "dask", "distributed", "numpy", "pandas", "pyarrow"}
-    for name in recorded.keys() & required:
-        assert recorded[name] == ours[name]
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_every_user_can_write(name):
+    (folders,) = re.findall(r"install -d -m 1777 -o \w+ -g \w+ (.*)", values(name, "RUN")[0])
+    assert {"/home/cowclip", "/home/cowclip/data", "/home/cowclip/runs"} <= set(folders.split())
+    environment = values(name, "ENV")[-1]
+    assert {"HOME=/home/cowclip", "USER=cowclip"} <= set(environment.split())
 
 
-def image_versions() -> dict[str, str]:
-    lines = (CONTAINERS / "ngc-image.txt").read_text(encoding="utf-8").splitlines()
-    split = [line.split("==") for line in lines if line and not line.startswith("#")]
-    return {name: version for name, version in split}
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_a_command_that_ends_has_no_health_check(name):
+    assert values(name, "HEALTHCHECK") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "runs"),
+    [
+        ([], "merlin-cowclip"),
+        (["--help"], "merlin-cowclip --help"),
+        (["export", "RUN"], "merlin-cowclip export RUN"),
+        (["merlin-cowclip", "train", "a b"], "merlin-cowclip train a b"),
+        (["bash", "-c", "echo $0 $1", "x", "y"], "x y"),
+        (["/bin/echo", "x"], "x"),
+    ],
+)
+def test_the_entry_point(tmp_path, words, runs):
+    ours = tmp_path / "merlin-cowclip"
+    ours.write_text('#!/bin/sh\necho merlin-cowclip "$@"\n', encoding="utf-8")
+    ours.chmod(0o755)
+    done = subprocess.run(
+        ["sh", CONTAINERS / "entrypoint.sh", *words],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == runs
+
+
+def test_the_entry_point_hides_no_command():
+    (programs,) = re.findall(r"^  (.* \| .*)\) ;;", ENTRYPOINT, re.MULTILINE)
+    assert cli.commands.keys().isdisjoint(programs.split(" | "))
+
+
+# NVIDIA's image is built around these.
+IMAGE = {"tensorflow", "numpy", "pandas", "pyarrow", "numba", "protobuf", "pynvml", "setuptools"}
+IMAGE |= {"merlin-core", "merlin-dataloader", "merlin-models", "nvtabular"}
+IMAGE |= {"dask", "distributed", "dask-cuda"}
+
+
+def test_what_nvidias_image_lacks_is_listed():
+    lines = (CONTAINERS / "ngc-requirements.txt").read_text(encoding="utf-8").splitlines()
+    listed = [Requirement(line.split("#")[0]) for line in lines if not line.startswith("#")]
+    pins = pinned("constraints-ngc.txt")
+    assert all(one.specifier.contains(pins[canonicalize_name(one.name)]) for one in listed)
+    extras = project()["optional-dependencies"]
+    needed = [*project()["dependencies"], *extras.get("workflows", [])]
+    names = {canonicalize_name(Requirement(text).name) for text in needed}
+    assert names - IMAGE <= {canonicalize_name(one.name) for one in listed}
 
 
 def services() -> dict[str, dict]:
@@ -94,7 +143,7 @@ def test_the_services():
             source, folder, *_ = volume.split(":")
             if source != "..":
                 assert source in parsed["volumes"]
-                assert folder in made  # owned by the user, before the volume is mounted
+                assert folder in made  # writable, before the volume is mounted
         assert ("deploy" in service) == (name != "demo-cpu")
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
     for name in ("demo", "demo-cpu"):
@@ -107,14 +156,14 @@ def test_the_service_test_is_make_test_gpu():
     service = services()["test"]
     of_make = recipe.group(1).replace("$(GPU_PYTHON)", "python3").split()
     settings = [f"{name}={value}" for name, value in service["environment"].items()]
-    assert [*settings, *service["entrypoint"], service["command"][-1]] == of_make
+    assert [*settings, *service["command"][:3], service["command"][-1]] == of_make
 
 
 @pytest.mark.extended
 def test_gpu_tests_need_only_pytest():
     """It has pytest, and neither pytest-xdist nor hypothesis."""
     lacking = "import sys; sys.modules.update(dict.fromkeys(('xdist', 'hypothesis')))"
-    words = services()["test"]["command"]
+    words = services()["test"]["command"][3:]
     call = f"{lacking}; import pytest; sys.exit(pytest.main({[*words, '--collect-only', '-q']}))"
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment.pop("PYTEST_ADDOPTS", None)

@@ -66,8 +66,11 @@ def check(line: str) -> None:
         parsed(words[words.index("merlin-cowclip") + 1 :])
     elif words[1] == "run":
         (image,) = {service["image"] for service in services.values()} & set(words)
-        if "--entrypoint" not in words:
-            parsed(words[words.index(image) + 1 :])
+        given = words[words.index(image) + 1 :]
+        if "merlin-cowclip" in given:  # after horovodrun
+            given = given[given.index("merlin-cowclip") + 1 :]
+        if given[0] not in ("bash", "tritonserver"):
+            parsed(given)
     else:
         assert (ROOT / words[words.index("-f") + 1]).is_file(), line
         assert words[1] == "build" or words[-1] in services, line
