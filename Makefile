@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --no-deps --requirement $(CONSTRAINTS)
 ifeq ($(ENV),newest)  # the tools, which that file leaves out for users, are those of constraints.txt
-	@awk -F== 'NR == FNR {has[tolower($$1)]; next} !/^(#|pandas-stubs)/ && !(tolower($$1) in has)' $(CONSTRAINTS) constraints.txt > $(VENV)/tools.txt
+	@awk -F== 'NR == FNR {has[tolower($$1)]; next} !/^(#|pandas-stubs|dask-cuda)/ && !(tolower($$1) in has)' $(CONSTRAINTS) constraints.txt > $(VENV)/tools.txt
 	@$(BIN)/pip install --quiet --no-deps --requirement $(VENV)/tools.txt
 endif
 	@$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .

@@ -163,7 +163,7 @@ class RowsByRawId(tf.keras.layers.Layer):
         again = pd.Series(ids[ids >= 0]).duplicated().to_numpy()
         if again.any():  # 7 and "7" are one id
             raise ValueError(
-                f"raw ids of field {field!r} must be unique. Received: {known[again][0]!r}"
+                f"raw ids of field {field!r} must be unique. Received: {known[again].tolist()[0]!r}"
             )
         if not len(known):
             raise ValueError(

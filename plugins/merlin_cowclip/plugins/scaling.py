@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from merlin_cowclip.plugins._checks import is_whole, make_plain
+from merlin_cowclip.plugins._checks import is_whole, make_plain, plain
 from merlin_cowclip.plugins._text import format_table
 
 K = 1024
@@ -122,7 +122,7 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> float:
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_real or not math.isfinite(value) or value < 0 or (positive and value == 0):
         wanted = "a positive number" if positive else "a number that is not negative"
-        raise ValueError(f"{name} must be {wanted}. Received: {name}={value!r}")
+        raise ValueError(f"{name} must be {wanted}. Received: {name}={plain(value)!r}")
     return float(value)
 
 

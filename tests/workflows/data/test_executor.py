@@ -184,8 +184,10 @@ def test_gpu_workers_are_configured_as_dask_cuda_takes_it():
     """Without a GPU: every option is one of LocalCUDACluster's."""
     import inspect
 
-    from dask_cuda import LocalCUDACluster
     from distributed import LocalCluster
+
+    # With Dask 2024.12, dask-cuda comes with RAPIDS alone.
+    LocalCUDACluster = pytest.importorskip("dask_cuda").LocalCUDACluster
 
     options = cluster_options(0, "gpu")
     known = {*inspect.signature(LocalCUDACluster.__init__).parameters}

@@ -270,6 +270,7 @@ def parsed_times(texts: pd.Series, layout: str | None) -> pa.Array:
         if numbers.notna().any():  # the others are null
             return pa.array(numbers, pa.float64(), from_pandas=True)
         texts = texts.where(texts.str.fullmatch(_ISO_8601))
+    layout = layout or ("ISO8601" if pd.__version__ >= "2" else None)  # 1.5 looks at each text
     times = pd.to_datetime(texts, format=layout, utc=True, errors="coerce")
     return pa.array(times, UTC, safe=False)
 
