@@ -230,7 +230,7 @@ def test_a_server_with_the_tensorflow_backend(shop, tmp_path):
         "5 in 'tags', 5 in 'price', 5 in 'age'",
         "column 'item' is not UTF-8. Encode it",
         f"'tags__offsets' must rise from 0 to {len(five['tags__values'])}, the number of values. "
-        f"Received: {list(crooked['tags__offsets'])}",
+        f"Received: {crooked['tags__offsets'].tolist()}",
         "the request has no rows",
     ]
 

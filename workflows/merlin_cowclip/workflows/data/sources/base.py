@@ -269,7 +269,10 @@ def parsed_times(texts: pd.Series, layout: str | None) -> pa.Array:
         numbers = pd.to_numeric(texts, errors="coerce").replace([np.inf, -np.inf], np.nan)
         if numbers.notna().any():  # the others are null
             return pa.array(numbers, pa.float64(), from_pandas=True)
-        texts = texts.where(texts.str.fullmatch(_ISO_8601))
+        texts = texts.where(texts.str.fullmatch(_ISO_8601)).str.replace(",", ".")
+        # pandas 2.3 takes a text without a zone to be in the zone of the one before.
+        texts = texts.str.replace("^([0-9-]{10})$", r"\1T00:00", regex=True)
+        texts = texts.str.replace(r"([T ]\d\d:\d\d(:[\d.]+)?)$", r"\1Z", regex=True)
     layout = layout or ("ISO8601" if pd.__version__ >= "2" else None)  # 1.5 looks at each text
     times = pd.to_datetime(texts, format=layout, utc=True, errors="coerce")
     return pa.array(times, UTC, safe=False)
