@@ -7,7 +7,7 @@ Imported before anything else of the package that needs TensorFlow.
 from __future__ import annotations
 
 import contextlib
-import os
+import inspect
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -49,6 +49,7 @@ with warnings.catch_warnings(), quiet_stack():
     import merlin.models.tf as mm
     from merlin.models.tf.blocks.cross import Cross
     from merlin.models.tf.distributed.backend import hvd_installed as has_horovod
+    from merlin.models.tf.outputs.base import ModelOutput
     from merlin.schema import ColumnSchema, Schema, Tags
 
 
@@ -60,6 +61,20 @@ def _complete_config(layer: Any, setting: str) -> None:
 
 _complete_config(Cross, "output_x0")  # of all layers of a `CrossBlock` but the last
 _complete_config(mm.ContrastiveOutput, "logq_sampling_correction")
+_output: Any = ModelOutput  # without types, which forbid to replace a method
+_parse = _output._parse_function_from_config.__func__
+
+
+def _default_metrics(cls: Any, config: dict[str, Any], name: str, module: str, kind: str) -> Any:
+    """An output's default metrics, if it had them: Merlin saves bytecode of one Python version."""
+    default = inspect.signature(cls.__init__).parameters[name].default
+    if config.get(module) != getattr(default, "__module__", ""):
+        return _parse(cls, config, name, module, kind)
+    del config[module], config[kind]
+    return default
+
+
+_output._parse_function_from_config = classmethod(_default_metrics)
 
 FuncGraph = tf.__internal__.FuncGraph
 is_recording, not_recorded = record.could_possibly_record, record.stop_recording
