@@ -20,6 +20,7 @@ _compat.give_old_names()
 import absl.logging
 import tensorflow as tf
 from keras.optimizers.utils import filter_empty_gradients
+from keras.saving import saving_lib
 
 # Neither Keras's nor these have public names.
 try:
@@ -75,6 +76,18 @@ def _default_metrics(cls: Any, config: dict[str, Any], name: str, module: str, k
 
 
 _output._parse_function_from_config = classmethod(_default_metrics)
+
+
+@contextlib.contextmanager
+def shapes_as_saved() -> Iterator[None]:
+    """Load models of Merlin without a call on two rows, whose shape retrieval tasks would keep."""
+    switch = saving_lib._SAVING_V3_ENABLED  # a threading.local, of which Merlin reads the value
+    before, switch.value = getattr(switch, "value", False), False
+    try:
+        yield
+    finally:
+        switch.value = before
+
 
 FuncGraph = tf.__internal__.FuncGraph
 is_recording, not_recorded = record.could_possibly_record, record.stop_recording

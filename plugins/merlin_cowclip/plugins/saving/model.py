@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from merlin_cowclip.plugins._checks import check_path
-from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
+from merlin_cowclip.plugins._tensorflow import quiet_stack, shapes_as_saved, tf
 from merlin_cowclip.plugins.distributed.horovod import all_gather_object, ranks
 from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
 from merlin_cowclip.plugins.optimizers.state import optimizer_of, state_of
@@ -106,7 +106,7 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     try:
-        with quiet_stack():
+        with quiet_stack(), shapes_as_saved():
             model = tf.keras.models.load_model(str(path), compile=False)
     except Exception as error:
         if (saved := description.get("tensorflow")) == tf.__version__:
