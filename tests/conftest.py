@@ -17,11 +17,11 @@ os.environ.setdefault(
     "AVX2 FMA3 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL",
 )
 
-from merlin_cowclip.plugins._compat import quiet_log, set_environment
+from merlin_cowclip.plugins._compat import set_environment
 from tests.warm import WarmInterpreter
 
 set_environment()  # before tests import TensorFlow
-quiet_log()
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Ignored where pytest is started with `&` in a script, and what it starts would inherit that; what
 # Python handles, programs it starts have as the system's default.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -62,12 +62,6 @@ def set_environment() -> None:
             sys.modules["dask"].config.set({f"dataframe.{name}": False})
 
 
-def quiet_log() -> None:
-    """Log only errors; without an NVIDIA driver, none: TensorFlow would log that it has none."""
-    level = "2" if os.path.exists("/proc/driver/nvidia") else "3"
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", level)
-
-
 def ignore_divisions() -> None:
     """Let Dask's `sort_values` take the argument `divisions`, which it ignored until 2023."""
     import functools

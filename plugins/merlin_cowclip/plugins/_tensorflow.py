@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from merlin_cowclip.plugins import _compat
+from merlin_cowclip.plugins._quiet import import_tensorflow
 
-_compat.quiet_log()
+_compat.set_environment()
+import_tensorflow()
 _compat.give_old_names()
 
 import absl.logging

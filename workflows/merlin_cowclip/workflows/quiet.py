@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 
-from merlin_cowclip.plugins._compat import quiet_log
+from merlin_cowclip.plugins._compat import set_environment
+from merlin_cowclip.plugins._quiet import import_tensorflow
 
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
     """Silence Python warnings, and TensorFlow's start-up log where the user has not chosen it.
 
-    ``merlin.schema`` and ``nvtabular`` import TensorFlow; it reads ``TF_CPP_MIN_LOG_LEVEL`` once,
-    at that moment, so the variable is set only if it is not set yet.
+    ``merlin.schema`` and ``nvtabular`` import TensorFlow, if it is installed: it comes before them.
     """
-    quiet_log()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if "tensorflow" not in sys.modules:
+            set_environment()
+            with contextlib.suppress(ImportError):
+                import_tensorflow()
         yield
 
 
