@@ -94,11 +94,10 @@ def give_old_names() -> None:
         return
     if not home.startswith("tf_keras."):
         version = tf.__version__.rpartition(".")[0]
-        raise ImportError(
-            f"Merlin Models needs Keras 2: pip install 'tf-keras=={version}.*', and import "
-            "merlin_cowclip or merlin.models.tf before tf.keras is used",
-            name="tf_keras",
-        )
+        remedy = f": pip install 'tf-keras=={version}.*'"
+        if home:
+            remedy = ", and tf.keras was used before, as Keras 3. Import merlin.models.tf first"
+        raise ImportError(f"Merlin Models needs Keras 2{remedy}", name="tf_keras")
     # Where `import tensorflow.keras` looks, should TensorFlow have been imported before.
     folder = importlib.import_module("tf_keras.api._v2").__path__[0]
     if folder not in tf.__path__:

@@ -8,6 +8,7 @@ at a time. Each step is a list of tasks that read and write files (`executor.py`
 from __future__ import annotations
 
 import functools
+import importlib.util
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -96,6 +97,8 @@ def prepare(
     check_whole("part_rows", part_rows, 1)
     refuse_existing(out)
     check_input_names(spec)
+    if importlib.util.find_spec("nvtabular") is None:  # which is imported once all rows are read
+        raise ModuleNotFoundError("No module named 'nvtabular'", name="nvtabular")
     engine = engine or ("nvtabular" if device == "gpu" else "arrow")
     if engine not in ("arrow", "nvtabular"):
         raise UserError(f"engine must be 'arrow' or 'nvtabular'. Received: {engine!r}")
