@@ -97,8 +97,6 @@ def prepare(
     check_whole("part_rows", part_rows, 1)
     refuse_existing(out)
     check_input_names(spec)
-    if importlib.util.find_spec("nvtabular") is None:  # which is imported once all rows are read
-        raise ModuleNotFoundError("No module named 'nvtabular'", name="nvtabular")
     engine = engine or ("nvtabular" if device == "gpu" else "arrow")
     if engine not in ("arrow", "nvtabular"):
         raise UserError(f"engine must be 'arrow' or 'nvtabular'. Received: {engine!r}")
@@ -107,6 +105,8 @@ def prepare(
     if engine != "arrow" and like is not None:
         raise UserError("like needs engine 'arrow'. Leave the engine out")
     check_executor(workers, device)
+    if importlib.util.find_spec("nvtabular") is None:  # which is imported once all rows are read
+        raise ModuleNotFoundError("No module named 'nvtabular'", name="nvtabular")
     files = {part: getattr(spec.split, part) for part in HELD_OUT}
     files = {"train": inputs} | {part: of for part, of in files.items() if isinstance(of, tuple)}
     reader = READERS[spec.format]
