@@ -21,7 +21,7 @@ from merlin_cowclip.plugins._compat import set_environment
 from tests.warm import WarmInterpreter
 
 set_environment()  # before tests import TensorFlow
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # as `import_tensorflow` does
 # Ignored where pytest is started with `&` in a script, and what it starts would inherit that; what
 # Python handles, programs it starts have as the system's default.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

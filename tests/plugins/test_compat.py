@@ -20,6 +20,7 @@ import tensorflow as tf
 import merlin_cowclip.models
 import merlin_cowclip.plugins
 from merlin_cowclip.plugins import load_model, save_model
+from merlin_cowclip.plugins._tensorflow import saving_lib
 
 from .merlin_models import SCHEMA, batch, dataset
 from .test_optimizer import HOT, fitted, ours
@@ -55,6 +56,28 @@ def _private_names():
 def test_a_name_without_a_promise(module, name):
     found = tf.raw_ops if module == "tensorflow.raw_ops" else importlib.import_module(module)
     assert hasattr(found, name), f"TensorFlow {tf.__version__} has no {module}.{name}"
+
+
+def test_keras_has_the_switch_that_merlins_loads_read():
+    found = hasattr(saving_lib, "_SAVING_V3_ENABLED")
+    assert found, f"TensorFlow {tf.__version__}: Keras has no saving_lib._SAVING_V3_ENABLED"
+
+
+@pytest.mark.parametrize(("level", "shown"), [("3", ["E0000 error"]), ("0", ["I0000", "E0000"])])
+def test_of_tensorflows_import_only_notes_are_dropped(tmp_path, level, shown):
+    module = tmp_path / "tensorflow.py"
+    module.write_text("import os; os.write(2, b'I0000 note\\nE0000 error\\n')")
+    program = "from merlin_cowclip.plugins._quiet import import_tensorflow; import_tensorflow()"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {program}"],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": level},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = ended.stderr.splitlines()
+    assert len(lines) == len(shown)
+    assert all(line.startswith(one) for line, one in zip(lines, shown, strict=True))
 
 
 def test_recording():

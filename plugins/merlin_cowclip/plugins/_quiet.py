@@ -5,26 +5,29 @@ from __future__ import annotations
 
 import importlib
 import os
-import tempfile
+
+from merlin_cowclip.plugins._compat import set_environment
 
 # What TensorFlow 2.21 writes as it loads, whatever `TF_CPP_MIN_LOG_LEVEL` is.
 _NOTES = (b"I0000 ", b"WARNING: All log messages before absl::InitializeLog()")
 
 
 def import_tensorflow() -> None:
-    """Import TensorFlow, without the notes that it writes by then at any log level but 0.
+    """Import TensorFlow with Keras 2, and pass on what it writes to stderr, but for its notes.
 
-    It logs errors from then on, if the user has not chosen the level; without an NVIDIA driver,
-    none: it would log that it has none.
+    If the user has not set `TF_CPP_MIN_LOG_LEVEL`, it logs errors alone, and without an NVIDIA
+    driver none: it would log that it has none. At level 0, all is written.
 
     Raises:
       ImportError: it is not installed, or cannot be loaded.
     """
+    set_environment()
     level = "2" if os.path.exists("/proc/driver/nvidia") else "3"
     if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", level) == "0":
         importlib.import_module("tensorflow")
         return
-    with tempfile.TemporaryFile() as written:
+    # In memory: a container may have no folder to write to.
+    with os.fdopen(os.memfd_create("tensorflow"), "r+b") as written:
         stderr = os.dup(2)
         os.dup2(written.fileno(), 2)
         try:

@@ -15,7 +15,6 @@ from typing import Any
 from merlin_cowclip.plugins import _compat
 from merlin_cowclip.plugins._quiet import import_tensorflow
 
-_compat.set_environment()
 import_tensorflow()
 _compat.give_old_names()
 

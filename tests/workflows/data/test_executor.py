@@ -215,6 +215,8 @@ def test_a_missing_extra_is_named(monkeypatch, tmp_path, log):
     monkeypatch.setattr(executor.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs the package cudf.*docs/install.md"):
         prepare(CRITEO, [log], tmp_path / "out", device="gpu")
+    with pytest.raises(ModuleNotFoundError, match="nvtabular"):  # before a row is read
+        prepare(CRITEO, [tmp_path / "missing"], tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

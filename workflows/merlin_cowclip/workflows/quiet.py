@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import warnings
 from collections.abc import Iterator
 
-from merlin_cowclip.plugins._compat import set_environment
 from merlin_cowclip.plugins._quiet import import_tensorflow
 
 
@@ -24,10 +22,8 @@ def quiet_imports() -> Iterator[None]:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if "tensorflow" not in sys.modules:
-            set_environment()
-            with contextlib.suppress(ImportError):
-                import_tensorflow()
+        with contextlib.suppress(ImportError):
+            import_tensorflow()
         yield
 
 

@@ -23,8 +23,11 @@ from merlin_cowclip.workflows.errors import AgreedError, Notice, Stopped, UserEr
 from merlin_cowclip.workflows.training.ranks import launched, wait_for_rank_zero
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# The extra of pyproject.toml, by the module that is missing; of others it is "workflows".
-_EXTRAS = {**dict.fromkeys(("tensorflow", "tf_keras", "absl"), "tensorflow"), "merlin_cowclip": ""}
+_EXTRAS = {  # of pyproject.toml, by the module that is missing
+    **dict.fromkeys(("tensorflow", "tf_keras", "absl"), "tensorflow"),
+    **dict.fromkeys(("nvtabular", "dask", "distributed", "tqdm", "tomli"), "workflows"),
+    **dict.fromkeys(("sklearn", "optuna", "sqlalchemy", "jinja2", "matplotlib"), "workflows"),
+}
 _LONGEST_WORD, _LONGEST = 300, 1000  # characters of a message; a path may be 255 and more
 
 
@@ -66,9 +69,7 @@ def _code_of(error: BaseException, name: str, received: list[int]) -> int:
         else:
             say(f"{name}: error: {error}")
         return error.exit_code
-    missing = (getattr(error, "name", None) or "").split(".")[0]
-    extra = _EXTRAS.get(missing, "workflows" * isinstance(error, ModuleNotFoundError))
-    if isinstance(error, ImportError) and extra:
+    if isinstance(error, ImportError) and (extra := _EXTRAS.get((error.name or "").split(".")[0])):
         say(f"{name}: error: {error}. Install it: pip install 'merlin-cowclip[{extra}]'")
         return UserError.exit_code
     with contextlib.suppress(OSError):
