@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hyperparameters and how they follow the batch size: the paper's scaling rules and its tables.
+"""Hyperparameters and how they follow the batch size: the paper's scaling rules, and our own.
 
 Pure Python: nothing here knows TensorFlow. "K" is x 1024, and "batch size" is always the global
 number of samples per update.
@@ -30,7 +30,7 @@ CLIPS = CONSTANT_CLIPS + ADAPTIVE_CLIPS
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Everything that the paper tunes or scales, for one batch size.
+    """Everything that a scaling rule sets, for one batch size.
 
     Attributes:
       batch_size: global samples per update.
@@ -45,6 +45,7 @@ class Hyperparameters:
       clip_threshold: constant c of the rules "global", "field" and "column", which need it.
       init_stddev: standard deviation σ of the normal initialisation of the embedding tables.
       warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
+      decay: whether both learning rates decay linearly to 0 over all steps of the training.
 
     `print` shows the values as a table; of those that `scale` returns, beside the values before.
 
@@ -65,6 +66,7 @@ class Hyperparameters:
     clip_threshold: float | None = None
     init_stddev: float = 1e-2
     warmup_epochs: float = 1.0
+    decay: bool = False
 
     def __new__(cls, *values: Any, **named: Any) -> Hyperparameters:
         """Suggest names in place of an unknown one: `dense_lr` and `embedding_lr` for `lr`."""
@@ -100,6 +102,8 @@ class Hyperparameters:
                 f"clip_threshold={threshold!r} with clip={clip!r}"
             )
         make_plain(self)
+        if not isinstance(self.decay, bool):
+            raise ValueError(f"decay must be True or False. Received: decay={self.decay!r}")
 
     def replace(self, **changes: Any) -> Hyperparameters:
         """A copy with `changes`, validated again."""
@@ -134,7 +138,8 @@ def _show(value: Any) -> str:
 class ScalingRule:
     """Powers of s = new batch size / base batch size by which dense η, embedding η and λ grow.
 
-    `recipe` is where it starts from: dense η, clip, initialisation, warm-up (Table 2, Appendix G).
+    `recipe` is where it starts from: dense η, clip, initialisation, warm-up (Table 2, Appendix G),
+    and whether the learning rates decay.
     """
 
     name: str
@@ -144,10 +149,17 @@ class ScalingRule:
     l2: float
     recipe: Mapping[str, Any]
 
+    @property
+    def decays(self) -> bool:
+        """Whether both learning rates decay to 0."""
+        return bool(self.recipe.get("decay"))
+
 
 _PLAIN = {"dense_lr": 1e-4, "clip": None, "init_stddev": 1e-4, "warmup_epochs": 0.0}
 _COWCLIP = {"dense_lr": 8e-4, "clip": "adaptive_column", "init_stddev": 1e-2, "warmup_epochs": 1.0}
+_DECAY = {**_COWCLIP, "decay": True}
 _RULES = (
+    ScalingRule("sqrt_decay", "not in the paper", 0.5, 0.5, 0.5, _DECAY),
     ScalingRule("none", "No Scaling", 0, 0, 0, _PLAIN),
     ScalingRule("sqrt", "Sqrt Scaling (Rule 1)", 0.5, 0.5, 0.5, _PLAIN),
     ScalingRule("sqrt_star", "Sqrt Scaling*", 0.5, 0.5, 0, _PLAIN),
@@ -156,7 +168,7 @@ _RULES = (
     ScalingRule("cowclip", "CowClip Scaling (Rule 3)", 0.5, 0, 1, _COWCLIP),
 )
 SCALING_RULES: Mapping[str, ScalingRule] = MappingProxyType({rule.name: rule for rule in _RULES})
-"""The six rules by name (Section 3.1 and Table 2)."""
+"""The default, and the paper's six rules (Section 3.1 and Table 2), by name."""
 
 
 def find_rule(name: str) -> ScalingRule:
@@ -170,17 +182,19 @@ def find_rule(name: str) -> ScalingRule:
 def recipe(rule: str) -> Hyperparameters:
     """The hyperparameters that a rule starts from at the base batch size 1K (Criteo's values).
 
-    `cowclip`: clip on, embeddings N(0, 1e-2), one epoch of dense warm-up, dense η 8e-4. The other
-    five, as in Table 2: no clip, N(0, 1e-4), no warm-up, every η 1e-4.
+    `cowclip`: clip on, embeddings N(0, 1e-2), one epoch of dense warm-up, dense η 8e-4.
+    `sqrt_decay`: the same, and both learning rates decay linearly to 0. The other five, as in
+    Table 2: no clip, N(0, 1e-4), no warm-up, every η 1e-4.
     """
     return Hyperparameters(**find_rule(rule).recipe)
 
 
-def scale(tuned: Hyperparameters, *, to: int, rule: str = "cowclip") -> Hyperparameters:
+def scale(tuned: Hyperparameters, *, to: int, rule: str = "sqrt_decay") -> Hyperparameters:
     """Hyperparameters for batch size `to`, from those tuned at `tuned.batch_size`.
 
     Scales dense η, embedding η and λ by the rule's factors of s = `to` / `tuned.batch_size`, and a
-    constant clip threshold by √s (Appendix I). All else stays (`recipe` has what suits a rule).
+    constant clip threshold by √s (Appendix I); `sqrt_decay` lets both learning rates decay. All
+    else stays (`recipe` has what suits a rule).
 
     Args:
       tuned: the values found at the base batch size.
@@ -199,6 +213,7 @@ def scale(tuned: Hyperparameters, *, to: int, rule: str = "cowclip") -> Hyperpar
         embedding_lr=tuned.embedding_lr * s**found.embedding_lr,
         l2=tuned.l2 * s**found.l2,
         clip_threshold=None if threshold is None else threshold * math.sqrt(s),
+        decay=tuned.decay or found.decays,
     )
     object.__setattr__(scaled, "_scaled", (tuned, found.name))
     return scaled

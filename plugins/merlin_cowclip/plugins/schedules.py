@@ -15,12 +15,12 @@ Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule;
 _KERAS_SCHEDULE = tf.keras.optimizers.schedules.LearningRateSchedule
 
 
-def whole_steps(steps: Any) -> int | None:
-    """Updates per epoch, or `None`; a float, as a division gives it, must be whole."""
+def whole_steps(name: str, steps: Any) -> int | None:
+    """A number of updates, or `None`; a float, as a division gives it, must be whole."""
     if steps is not None and (not isinstance(steps, numbers.Real) or steps < 1 or steps % 1):
         raise ValueError(
-            "steps_per_epoch must be a positive whole number, or None for those of each fit. "
-            f"Received: steps_per_epoch={steps}"
+            f"{name} must be a positive whole number, or None for that of each fit. Received: "
+            f"{name}={steps}"
         )
     return None if steps is None else int(float(steps))
 

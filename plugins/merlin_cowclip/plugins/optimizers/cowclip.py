@@ -27,7 +27,7 @@ from merlin_cowclip.plugins.schedules import LinearWarmup, Proportional, Schedul
 
 _CLIPPED = "Use hyperparameters.clip for tables; set it on optimizer.default_optimizer for others."
 _PER_PART = "Each of optimizer.optimizers, its three parts, has its own."
-_UNKNOWN = -1  # the length of a warm-up before the steps per epoch are known
+_UNKNOWN = -1  # the length of a warm-up or decay before the steps are known
 _NO_RATE = dict.fromkeys(
     ("learning_rate", "lr"),
     "Set optimizer.learning_rate, which scales those of all parts, or give for_model a schedule.",
@@ -84,12 +84,12 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     }
     settled: ClassVar[Collection[str]] = {
         *("hyperparameters", "update_mode", "clip_tables", "default_optimizer"),
-        *("dense_schedule", "embedding_schedule"),
+        *("dense_schedule", "embedding_schedule", "total_steps"),
     }
 
     awaits_rank_sync = False  # a fit has begun on several ranks, and no RankSync in it yet
     is_started = False  # whether all ranks have rank 0's state
-    _is_new_fit = False  # `fit` was called, and has not made its train function yet
+    _epochs: int | None = None  # of a `fit` that was called, and has no train function yet
     _model: Callable[[], Any] = staticmethod(lambda: None)  # a weak reference
     _bound: tuple[Any, ...] = ()
     _specs: list[TableSpec] | None = None
@@ -109,6 +109,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         *,
         update: str = "exact",
         steps_per_epoch: int | None = None,
+        total_steps: int | None = None,
         clip_tables: Sequence[Any] | None = None,
         dense_schedule: Schedule | None = None,
         embedding_schedule: Schedule | None = None,
@@ -122,11 +123,18 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             read(one) if isinstance(one, dict) else one for one in schedules
         )
         clip_tables = normalize_clip_tables(clip_tables, hp.clip)
-        warm_up, dense_rate = None, dense_schedule or hp.dense_lr
+        warm_up = decay_steps = None
+        dense_rate, embedding_rate = dense_schedule, embedding_schedule
+        if hp.decay and not (dense_rate and embedding_rate):
+            decay_steps = tf.Variable(_UNKNOWN, trainable=False, dtype=tf.int64, name="decay_steps")
+            to_zero = tf.keras.optimizers.schedules.PolynomialDecay
+            dense_rate = dense_rate or to_zero(hp.dense_lr, decay_steps, 0.0)
+            embedding_rate = embedding_rate or to_zero(hp.embedding_lr, decay_steps, 0.0)
+        dense_rate = dense_rate or hp.dense_lr
         if hp.warmup_epochs:
             warm_up = tf.Variable(_UNKNOWN, trainable=False, dtype=tf.int64, name="warmup_steps")
             dense_rate = LinearWarmup(dense_rate, warm_up)
-        rates = embedding_schedule or hp.embedding_lr, dense_rate
+        rates = embedding_rate or hp.embedding_lr, dense_rate
         embedding, dense = (Proportional(rate, self._factor) for rate in rates)
         clipped, unclipped = table_parts(TablePart, embedding, hp, update)
         dense = DensePart(dense, name="dense")
@@ -140,16 +148,20 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         self.optimizers_and_blocks = []
         # MultiOptimizer neither tracks nor lists it, so checkpoints would lose its moments.
         self._track_trackable(dense, name="dense")
-        if warm_up is not None:
-            self._track_trackable(warm_up, name="warmup_steps")
+        for variable in (warm_up, decay_steps):
+            if variable is not None:
+                self._track_trackable(variable, name=variable.name.removesuffix(":0"))
         with tf.init_scope(), tf.device("CPU:0"):
             self.batch_rows = tf.Variable(0, trainable=False, dtype=tf.int64)  # not saved
-        self.warm_up = warm_up  # its length, a variable, where there is one
+        self.warm_up, self.decay_steps = warm_up, decay_steps  # lengths, where there are such
         self.hyperparameters = hp
         self.update_mode = update
         self.clip_tables = clip_tables
         self.dense_schedule = dense_schedule
         self.embedding_schedule = embedding_schedule
+        self.total_steps = whole_steps("total_steps", total_steps)
+        if decay_steps is not None and total_steps is not None:
+            decay_steps.assign(self.total_steps)
         self.steps_per_epoch = steps_per_epoch
         self._set_hyper("learning_rate", hp.dense_lr)
         # Not a constant, by whose reciprocal a graph would multiply: so `_factor` begins as 1.
@@ -172,6 +184,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         *,
         update: str = "exact",
         steps_per_epoch: int | None = None,
+        total_steps: int | None = None,
         clip_tables: Sequence[Any] | None = None,
         dense_schedule: Schedule | None = None,
         embedding_schedule: Schedule | None = None,
@@ -185,6 +198,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
           update: "exact", "lazy" or "deferred".
           steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate;
             without it, those of each `model.fit` that begins before or as the warm-up ends.
+          total_steps: updates after which learning rates that decay are 0; without it, those so far
+            and all of each `model.fit` as it begins.
           clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers, by
             their names; `None` for every table of width 2 and more.
           dense_schedule: a Keras schedule in place of `dense_lr`; the warm-up multiplies it.
@@ -200,6 +215,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             hyperparameters,
             update=update,
             steps_per_epoch=steps_per_epoch,
+            total_steps=total_steps,
             clip_tables=clip_tables,
             dense_schedule=dense_schedule,
             embedding_schedule=embedding_schedule,
@@ -343,7 +359,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     @steps_per_epoch.setter
     def steps_per_epoch(self, steps: int | None) -> None:
-        self._steps_per_epoch = steps = whole_steps(steps)
+        self._steps_per_epoch = steps = whole_steps("steps_per_epoch", steps)
         if steps is not None:
             self._warm_up_for(steps)
 
@@ -358,9 +374,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             epochs = self.hyperparameters.warmup_epochs
             self.warm_up.assign(math.floor(epochs * steps_per_epoch))
 
-    def fit_begins(self) -> None:
-        """A `fit` was called."""
-        self._is_new_fit = True
+    def fit_begins(self, epochs: int = 1) -> None:
+        """A `fit` of so many epochs was called."""
+        self._epochs = epochs
         self.batch_rows.assign(0)
 
     def _record_batch_size(self) -> None:
@@ -379,13 +395,17 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         # Before a step is traced: TensorFlow traces it twice where the first creates variables.
         if model is not None and model.built and model.train_function is None:
             self.create_slots(model.trainable_variables)
-        is_new_fit, self._is_new_fit = self._is_new_fit, False
+        epochs, self._epochs = self._epochs, None
+        is_new_fit = epochs is not None
         # Somebody may have loaded weights on rank 0 alone.
         self.awaits_rank_sync = is_new_fit and ranks().size > 1
         self.is_started &= not is_new_fit
+        known, made = self.warmup_steps, int(self.default_optimizer.iterations)
+        steps = self.steps_per_epoch or steps_per_epoch
+        if self.decay_steps is not None and self.total_steps is None and epochs and steps:
+            self.decay_steps.assign(made + epochs * steps)
         if not is_new_fit or steps_per_epoch is None:
             return
-        known, made = self.warmup_steps, int(self.default_optimizer.iterations)
         # While no update has been made at the full learning rate: a fit before was a trial, say.
         if self.steps_per_epoch is None and (known is None or made <= known):
             self._warm_up_for(steps_per_epoch)
@@ -476,6 +496,12 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
                     "The warm-up needs the number of updates per epoch. Pass steps_per_epoch=… to "
                     "CowClipOptimizer.for_model, train with model.fit on data of known length, or "
                     "set warmup_epochs=0."
+                )
+            if self.decay_steps is not None and int(self.decay_steps) == _UNKNOWN:
+                raise ValueError(
+                    "Learning rates that decay need the number of updates. Pass total_steps=… to "
+                    "CowClipOptimizer.for_model, train with model.fit on data of known length, or "
+                    "set decay=False."
                 )
         updates: list[Any] = []
         checked = self.checks_of_ids()
@@ -594,6 +620,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             "hyperparameters": self.hyperparameters.to_dict(),
             "update": self.update_mode,
             "steps_per_epoch": self.steps_per_epoch,
+            "total_steps": self.total_steps,
             "clip_tables": wanted
             and [f"tag:{one.value}" if isinstance(one, Tags) else one for one in wanted],
             "dense_schedule": self.dense_schedule and write(self.dense_schedule),

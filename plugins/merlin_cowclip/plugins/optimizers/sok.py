@@ -117,7 +117,8 @@ class CowClipSokOptimizer(tf.Module):
 
     Raises:
       ImportError: SOK is not installed.
-      ValueError: a clip that bounds rows together; a warm-up without `steps_per_epoch`.
+      ValueError: a clip that bounds rows together; a warm-up without `steps_per_epoch`, or learning
+        rates that decay without `total_steps`.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class CowClipSokOptimizer(tf.Module):
         hyperparameters: Hyperparameters,
         *,
         steps_per_epoch: int | None = None,
+        total_steps: int | None = None,
         dense_schedule: Schedule | None = None,
         embedding_schedule: Schedule | None = None,
         name: str = "CowClipSokOptimizer",
@@ -137,13 +139,20 @@ class CowClipSokOptimizer(tf.Module):
             raise ValueError(
                 f"clip must be None or one of {rules} for SOK's tables. Received: {hp.clip!r}."
             )
-        steps = whole_steps(steps_per_epoch)
-        dense_rate = dense_schedule or hp.dense_lr
+        steps = whole_steps("steps_per_epoch", steps_per_epoch)
+        total = whole_steps("total_steps", total_steps)
+        dense_rate, embedding_rate = dense_schedule or hp.dense_lr, embedding_schedule
+        if hp.decay and not (dense_schedule and embedding_schedule):
+            if total is None:
+                raise ValueError("Pass total_steps=… for the decay, or set decay=False.")
+            to_zero = tf.keras.optimizers.schedules.PolynomialDecay
+            dense_rate = dense_schedule or to_zero(hp.dense_lr, total, 0.0)
+            embedding_rate = embedding_rate or to_zero(hp.embedding_lr, total, 0.0)
         if hp.warmup_epochs:
             if steps is None:
                 raise ValueError("Pass steps_per_epoch=… for the warm-up, or set warmup_epochs=0.")
             dense_rate = LinearWarmup(dense_rate, math.floor(hp.warmup_epochs * steps))
-        rate = embedding_schedule or hp.embedding_lr
+        rate = embedding_rate or hp.embedding_lr
         self.clipped, self.unclipped = table_parts(SokAdam, rate, hp, "lazy")
         self.dense = tf.keras.optimizers.legacy.Adam(dense_rate, name="dense")
         self._is_broadcast = ranks().size == 1

@@ -82,7 +82,7 @@ def _named(kind: str, variables: Iterable[tf.Variable]) -> dict[str, tf.Variable
 
 def _settings(optimizer: Any) -> list[tf.Variable]:
     """Step counts; learning rates, betas and the like, which Keras does not list as weights."""
-    found: list[Any] = [optimizer.warm_up]
+    found: list[Any] = [optimizer.warm_up, optimizer.decay_steps]
     for one in (optimizer, *optimizer.optimizers):
         found += [one.iterations, getattr(getattr(one, "deferred", None), "rate", None)]
         found += [value for _, value in sorted(one._hyper.items())]

@@ -243,11 +243,15 @@ def _preset(dataset: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], s
 
     Criteo's are those of the rules. Avazu's are not, so they are taken at the batch size itself, or
     the nearest one in the table; where `options` (of a file, too) give some of them, at their base.
+    A rule that is not the paper's scales the values that it has for CowClip at 1K.
     """
     if dataset == "criteo":
         return {}, "the paper's values for criteo"
     size = "base_batch_size" if any(name in options for name in BASE_FIELDS) else "batch_size"
-    values = paper_values(dataset, options.get("rule", "cowclip"), options.get(size, K))
+    rule, at = options.get("rule", TrainConfig.rule), options.get(size, K)
+    if rule == "sqrt_decay":
+        rule, at = "cowclip", options.get("base_batch_size", K)
+    values = paper_values(dataset, rule, at)
     if values is not None:
         source = f"the paper's values for {dataset} at batch size {values.batch_size:,}"
         return base_fields(values), source

@@ -22,8 +22,6 @@ NETWORK = ("model", *OPTIONS)
 """The keys of `TrainConfig` that say which network is trained."""
 
 _DECAY = {"name": "linear", "to": 0.0}
-# First the one that a small budget should not leave out.
-_RULES = tuple(sorted(SCALING_RULES, key=lambda name: name != "cowclip"))
 _STEPS = (
     *(("l2", 4.0), ("l2", 0.25), ("embedding_lr", 2.0), ("embedding_lr", 0.5)),
     *(("dense_lr", 2.0), ("dense_lr", 0.5)),
@@ -74,7 +72,7 @@ class TuneConfig:
     batch_size: int = 1024
     network: Mapping[str, Any] = field(default_factory=dict)
     base: Mapping[str, Any] | Hyperparameters | TrainConfig | None = None
-    try_rules: Sequence[str] = _RULES
+    try_rules: Sequence[str] = tuple(SCALING_RULES)
     update: str = "exact"
     rates: str = "constant"
     rule_epochs: int | None = None
@@ -113,15 +111,11 @@ class TuneConfig:
     def queue(self) -> dict[Point, dict[str, Any]]:
         """The points to try first, each once → where they come from: `rules` or `portfolio`.
 
-        These are the rules' points and the first three of the portfolio; between them √-scaling's
-        with decay, which is best on most data and in no rule.
+        These are the rules' points, the default rule's first, and the first three of the portfolio.
         """
         queue: dict[Point, dict[str, Any]] = {}
         for rule, point in self.rules.items():
             queue.setdefault(point, {"rules": []})["rules"].append(rule)
-        if "sqrt" in self.rules:
-            decaying = dataclasses.replace(self.rules["sqrt"], rates="falling")
-            queue.setdefault(decaying, {"rules": ["sqrt, falling"]})
         for number, point in enumerate(self.portfolio[:_FIRST], 1):
             queue.setdefault(point, {"portfolio": number})
         return queue

@@ -34,7 +34,7 @@ class Point:
     """Values to train with, at their own batch size.
 
     Attributes:
-      hyperparameters: without a clip, or with CowClip's.
+      hyperparameters: without a clip, or with CowClip's; of `rates` says whether they decay.
       update: "exact" or "lazy".
       rates: "constant", or "falling": both learning rates decay linearly to 0 over all epochs.
       max_epochs: how many are trained, unless the AUC falls before.
@@ -47,6 +47,9 @@ class Point:
 
     def __post_init__(self) -> None:
         hp = self.hyperparameters
+        if hp.decay:
+            object.__setattr__(self, "rates", "falling")
+            object.__setattr__(self, "hyperparameters", hp := hp.replace(decay=False))
         if hp.clip is None:  # r and ζ mean nothing then
             plain = {name: getattr(Hyperparameters(), name) for name in _OF_CLIP}
             object.__setattr__(self, "hyperparameters", hp.replace(**plain))

@@ -28,7 +28,9 @@ from merlin_cowclip.plugins.scaling import (
 )
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.learning_rates import (
+    CONSTANT_SCHEDULE,
     SCHEDULES,
+    TO_ZERO,
     over_all_epochs,
     plain_schedule,
 )
@@ -134,6 +136,7 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
     return tuple(sorted(value))
 
 
+_OURS = "sqrt_decay or cowclip"
 _seed = functools.partial(whole_number, most=LARGEST_SEED, least=0)
 _network, _run, _value, _clip = (
     functools.partial(option, group=group)
@@ -148,8 +151,10 @@ _schedule = functools.partial(
     _value,
     kind="schedule",
     metavar="NAME[:KEY=VALUE,…]",
-    shown=CONSTANT,
-    check=lambda name, value: None if value == CONSTANT else plain_schedule(name, value),
+    shown="linear:to=0 with rule sqrt_decay, else constant",
+    check=lambda name, value: plain_schedule(
+        name, CONSTANT_SCHEDULE if value == CONSTANT else value
+    ),
 )
 
 
@@ -192,7 +197,7 @@ class TrainConfig:
     )
     batch_size: int = _run("samples per update", 1024, kind="size")
     rule: str = _run(
-        "how the hyperparameters follow the batch size", "cowclip", choices=tuple(SCALING_RULES)
+        "how the hyperparameters follow the batch size", "sqrt_decay", choices=tuple(SCALING_RULES)
     )
     epochs: int = _run("passes over the training rows", 10, kind="count")
     patience: int | None = _run(
@@ -220,7 +225,7 @@ class TrainConfig:
         "learning rate of the dense layers",
         kind="positive",
         symbol="η",
-        shown="8e-4 with rule cowclip, else 1e-4",
+        shown=f"8e-4 with rule {_OURS}, else 1e-4",
     )
     embedding_lr: float | None = _value(
         "learning rate of the embeddings", kind="positive", symbol="η", shown="1e-4"
@@ -235,12 +240,12 @@ class TrainConfig:
         "standard deviation of the initial embeddings",
         kind="number",
         symbol="σ",
-        shown="1e-2 with rule cowclip, else 1e-4",
+        shown=f"1e-2 with rule {_OURS}, else 1e-4",
     )
     warmup_epochs: float | None = _value(
         "epochs in which the dense learning rate rises from 0",
         kind="number",
-        shown="1 with rule cowclip, else 0",
+        shown=f"1 with rule {_OURS}, else 0",
     )
     dense_schedule: str | Mapping[str, Any] | None = _schedule(
         f"how the dense learning rate falls: {', '.join((CONSTANT, *SCHEDULES))}, as in "
@@ -252,7 +257,7 @@ class TrainConfig:
     clip: str | None = _clip(
         "clip rule (adaptive_column is CowClip)",
         choices=(NO_CLIP, *CLIPS),
-        shown="adaptive_column with rule cowclip, else none",
+        shown=f"adaptive_column with rule {_OURS}, else none",
     )
     clip_ratio: float | None = _clip(
         "ratio of the adaptive clips: bound of a gradient, in norms of the row's weights",
@@ -282,6 +287,9 @@ class TrainConfig:
             check_fields(self)
             self._fill(base_fields(recipe(self.rule)))
             self._fill(options_of(self.model, {name: getattr(self, name) for name in OPTIONS}))
+            for name in ("dense_schedule", "embedding_schedule"):
+                if getattr(self, name) == CONSTANT_SCHEDULE and not SCALING_RULES[self.rule].decays:
+                    object.__setattr__(self, name, None)
             _ = self.base, self.hyperparameters
             self._check_together()
         except (ValueError, OverflowError) as error:
@@ -327,15 +335,21 @@ class TrainConfig:
     def base(self) -> Hyperparameters:
         """The values at the base batch size."""
         names = [f.name for f in dataclasses.fields(Hyperparameters)]
-        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        values: dict[str, Any] = {name: getattr(self, name, None) for name in names}
         values["batch_size"] = self.base_batch_size
         values["clip"] = None if self.clip == NO_CLIP else self.clip
+        values["decay"] = self._decays
         return Hyperparameters(**values)
 
     @functools.cached_property
     def hyperparameters(self) -> Hyperparameters:
         """`base`, scaled to `batch_size` by `rule`: what is trained with."""
-        return scale(self.base, to=self.batch_size, rule=self.rule)
+        scaled = scale(self.base, to=self.batch_size, rule=self.rule)
+        return scaled if scaled.decay == self._decays else scaled.replace(decay=self._decays)
+
+    @property
+    def _decays(self) -> bool:
+        return self.dense_schedule == self.embedding_schedule == TO_ZERO
 
     @property
     def network_options(self) -> dict[str, Any]:
@@ -362,7 +376,7 @@ class TrainConfig:
         precision is no part of a configuration: a run has it beside its own.
         """
         meant = {"format": _IDENTITY_FORMAT, **self.to_dict(), **self.hyperparameters.to_dict()}
-        unused = {"rule", "base_batch_size"}
+        unused = {"rule", "base_batch_size", "decay"}  # which the schedules are
         unused |= set() if self.clip in ADAPTIVE_CLIPS else {"clip_ratio", "clip_floor"}
         # What a later version adds and this configuration does not use must not change it.
         present = {k: v for k, v in meant.items() if v is not None and k not in unused}
@@ -371,11 +385,13 @@ class TrainConfig:
 
 
 def base_fields(values: Hyperparameters | Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters, or some of them by name, as the fields that `TrainConfig` has for a base."""
+    """Hyperparameters, or some of them by name, as the fields that `TrainConfig` has for them."""
     if isinstance(values, Hyperparameters):
         values = values.to_dict()
     refuse_unknown("base", values, [field.name for field in dataclasses.fields(Hyperparameters)])
     found = {("base_batch_size" if k == "batch_size" else k): v for k, v in values.items()}
+    if found.pop("decay", False):
+        found |= {"dense_schedule": TO_ZERO, "embedding_schedule": TO_ZERO}
     return found if found.get("clip", "") is not None else {**found, "clip": NO_CLIP}
 
 

@@ -33,7 +33,8 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Name → default by parameter; `...`: required."""
 
-CONSTANT: Mapping[str, Any] = {"name": "linear", "to": 1.0, "epochs": None}
+TO_ZERO: Mapping[str, Any] = {"name": "linear", "to": 0.0, "epochs": None}
+CONSTANT_SCHEDULE: Mapping[str, Any] = {**TO_ZERO, "to": 1.0}
 
 
 def plain_schedule(option: str, given: Any) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def schedule_of(config: TrainConfig, part: str, steps_per_epoch: int) -> Schedul
         return round(steps) if math.isclose(steps, round(steps), rel_tol=1e-9) else steps
 
     rate: float = getattr(config.hyperparameters, f"{part}_lr")
-    schedule = getattr(config, f"{part}_schedule") or CONSTANT
+    schedule = getattr(config, f"{part}_schedule") or CONSTANT_SCHEDULE
     keras, name = tf.keras.optimizers.schedules, schedule["name"]
     if name == "steps":
         # Keras changes after its boundary, not at it: with the first update of t ≥ `at`.

@@ -12,7 +12,7 @@ from typing import Any
 from merlin_cowclip.plugins import CowClipOptimizer, LinearWarmup
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.learning_rates import CONSTANT, schedule_of
+from merlin_cowclip.workflows.training.learning_rates import CONSTANT_SCHEDULE, schedule_of
 
 
 class StepVariables:
@@ -32,7 +32,7 @@ class StepVariables:
             self._warm_up = tf.Variable(0, trainable=False, dtype=tf.int64)
         self._lines: dict[str, list[tf.Variable]] = {}
         for name, part in (("dense", dense), ("embedding", self._tables[0])):
-            if (getattr(config, f"{name}_schedule") or CONSTANT)["name"] != "linear":
+            if (getattr(config, f"{name}_schedule") or CONSTANT_SCHEDULE)["name"] != "linear":
                 continue
             line = [tf.Variable(1.0, trainable=False) for _ in range(3)]
             rate = tf.keras.optimizers.schedules.PolynomialDecay(*line)

@@ -289,7 +289,8 @@ def with_epochs(config: TrainConfig, epochs: int | None, run: Path) -> TrainConf
     if epochs is None or epochs == config.epochs:
         return config
     falling = [one for one in (config.dense_schedule, config.embedding_schedule) if one]
-    depends = any(one.get("epochs", 0) is None for one in falling if isinstance(one, Mapping))
+    falling = [one for one in falling if isinstance(one, Mapping) and one.get("to") != 1]
+    depends = any(one.get("epochs", 0) is None for one in falling)
     if epochs < config.epochs or depends:
         raise UserError(
             "epochs of a run can only be raised, and only where no learning rate falls over all of "
