@@ -43,6 +43,7 @@ ROWS, TEST = 320, 64  # of the shop's log
 TOLERANCE = 1e-6  # of floats, absolute and relative; all else must be equal
 NETWORK = ("--embedding-dim", 4, "--mlp", "8")
 RECIPE = (
+    *("--rule", "cowclip"),
     *("--batch-size", 32, "--base-batch-size", 16, "--epochs", 2, "--seed", 7),
     *("--embedding-lr", 1e-2, "--dense-lr", 1e-2, "--l2", 3e-5, "--clip-floor", 1e-3),
     *("--dense-schedule", "cosine:to=0.1"),
@@ -124,6 +125,7 @@ def study_runs() -> Iterator[tuple[str, str, dict[str, Any]]]:
         for cell in study.cells(setting) if study.name != "frequencies" else ():  # trains nothing
             values, scaled = cell.config.to_dict(), cell.config.hyperparameters.to_dict()
             run = {"row": cell.row, "column": cell.column, "data": cell.data} | scaled
+            del run["decay"]  # which no study has, and no recording
             run |= {"seeds": setting.seeds, **{key: values[key] for key in kept}}
             yield study.name, name, run
 

@@ -324,6 +324,46 @@ def test_warmup_takes_the_steps_of_fit():
     assert repr(model.optimizer.steps_per_epoch) == "30"
 
 
+DECAYING = Hyperparameters(BATCH, dense_lr=0.3, embedding_lr=0.2, warmup_epochs=0, decay=True)
+
+
+def rates_of_fits(*fits, **options):
+    """Both learning rates after each update of some fits, of four steps per epoch."""
+    model = ours(SCHEMA)
+    model.compile(optimizer=CowClipOptimizer.for_model(model, DECAYING, **options))
+    found = []
+    note = tf.keras.callbacks.LambdaCallback(
+        on_batch_end=lambda *_, **__: found.append(model.optimizer.learning_rates())
+    )
+    for epochs in fits:
+        model.fit(dataset(SCHEMA, 4), verbose=0, callbacks=[note], **epochs)
+    return np.array(found)
+
+
+def test_rates_decay_to_0_over_the_steps_of_a_fit():
+    line = 1 - np.arange(12) / 12  # of three epochs
+    expected = line[:, None] * [0.3, 0.2]
+    np.testing.assert_allclose(rates_of_fits({"epochs": 3}), expected, rtol=1e-5)
+    in_parts = rates_of_fits({"epochs": 1}, {"epochs": 3}, total_steps=12)
+    np.testing.assert_allclose(in_parts[:12], expected, rtol=1e-5)
+    assert (in_parts[12:] == 0).all()
+    again = rates_of_fits({"epochs": 1}, {"epochs": 3, "initial_epoch": 1})
+    np.testing.assert_allclose(again[4:], expected[4:], rtol=1e-5)  # as if not interrupted
+
+
+def test_a_decay_needs_the_number_of_steps():
+    model = ours(SCHEMA)
+    model.compile(optimizer=CowClipOptimizer.for_model(model, DECAYING), run_eagerly=True)
+    with pytest.raises(ValueError, match=r"total_steps=… to CowClipOptimizer.for_model"):
+        model.train_step(batch(SCHEMA))
+    with pytest.raises(ValueError, match="update='deferred' requires a number"):
+        CowClipOptimizer(DECAYING, update="deferred")
+    optimizer = CowClipOptimizer(DECAYING, total_steps=8)
+    assert CowClipOptimizer.from_config(optimizer.get_config()).total_steps == 8
+    with pytest.raises(ValueError, match="total_steps cannot change"):
+        optimizer.total_steps = 9
+
+
 def dense_steps(model, data, **fit):
     """How far each step moves the bias of the output, in units of Adam's own step."""
     bias, moves = model.trainable_variables[-1], []

@@ -1,4 +1,4 @@
-"""The six rules against the paper's tables, whose hand-tuned entries are named."""
+"""The rules against the paper's tables, whose hand-tuned entries are named."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ def test_presets_are_the_printed_numbers():
         ("linear", 16, 16, 1),
         ("n2_lambda", 4, 1, 256),
         ("cowclip", 4, 1, 16),
+        ("sqrt_decay", 4, 4, 4),
     ],
 )
 @pytest.mark.parametrize("down", [False, True])
@@ -78,6 +79,7 @@ def test_factors_up_and_down(rule, dense, embedding, l2, down):
     assert moved.l2 == pytest.approx(7e-6 * l2**power)
     for left_alone in ("clip", "clip_ratio", "clip_floor", "init_stddev", "warmup_epochs"):
         assert getattr(moved, left_alone) == getattr(base, left_alone)
+    assert moved.decay == (rule == "sqrt_decay")
 
 
 def test_recipes():
@@ -88,6 +90,7 @@ def test_recipes():
         1e-2,
         1.0,
     )
+    assert recipe("sqrt_decay") == ours.replace(decay=True)
     for rule in ("none", "sqrt", "sqrt_star", "linear", "n2_lambda"):
         plain = recipe(rule)
         assert (plain.dense_lr, plain.embedding_lr) == (1e-4, 1e-4)
@@ -137,9 +140,10 @@ def test_a_batch_size_of_numpy_is_scaled_to():
 
 
 def test_unknown_rule_and_size():
-    with pytest.raises(ValueError, match=r"rule must be one of none, .*cowclip. Received: .*'cow'"):
+    known = r"rule must be one of sqrt_decay, .*cowclip. Received: .*"
+    with pytest.raises(ValueError, match=f"{known}'cow'"):
         scale(Hyperparameters(), to=2048, rule="cow")
-    with pytest.raises(ValueError, match="rule must be one of none, .*Received: rule=ScalingRule"):
+    with pytest.raises(ValueError, match=f"{known}ScalingRule"):
         scale(Hyperparameters(), to=2048, rule=SCALING_RULES["cowclip"])
     for to in (0, 1.5, True, np.int64(0)):
         with pytest.raises(ValueError, match="to must be a positive whole number"):
@@ -158,7 +162,7 @@ def test_frozen_and_prints_as_a_table():
 
 def test_scaled_ones_print_what_they_were_scaled_from():
     base = Hyperparameters()
-    scaled = scale(base, to=4096)
+    scaled = scale(base, to=4096, rule="cowclip")
     lines = [line.split() for line in str(scaled).splitlines()]
     assert ["dense_lr", "0.0008", "0.0016", "x", "2"] in lines
     assert ["clip_floor", "3.162e-05", "3.162e-05"] in lines
@@ -174,7 +178,7 @@ def test_scaled_ones_print_what_they_were_scaled_from():
     [
         ("lr", "no argument 'lr'. Use dense_lr and embedding_lr."),
         ("learning_rate", "no argument 'learning_rate'. Use dense_lr and embedding_lr."),
-        ("decay", "no argument 'decay'. Use batch_size and dense_lr and "),
+        ("momentum", "no argument 'momentum'. Use batch_size and dense_lr and "),
     ],
 )
 def test_an_unknown_name_is_answered_by_known_ones(name, message):

@@ -148,7 +148,7 @@ def test_what_is_refused_is_said_once(tmp_path, command, words):
 def test_deferred_updates_are_refused(monkeypatch):
     monkeypatch.setattr(ranks_of_runs, "rank_info", lambda: Ranks(0, 2, 0, 2))
     with pytest.raises(UserError, match="on several ranks has no update='deferred' yet"):
-        ranks_of_runs.check_offered(TrainConfig(batch_size=18, update="deferred"))
+        ranks_of_runs.check_offered(TrainConfig(rule="none", batch_size=18, update="deferred"))
 
 
 @pytest.mark.quick

@@ -29,7 +29,7 @@ separator = "\\t"
 columns = {json.dumps(CRITEO.columns)}
 """
 TRAIN = ["--batch-size", "512", "--base-batch-size", "128", "--epochs", "2", "--mlp", "16"]
-TRAIN += ["--embedding-dim", "40"]  # √(40/10) = 2 times the paper's
+TRAIN += ["--rule", "cowclip", "--embedding-dim", "40"]  # √(40/10) = 2 times the paper's
 
 
 class Done(NamedTuple):

@@ -72,7 +72,7 @@ def test_the_page_shows_the_results(shown, results):
     assert page.count("<svg") == 2
     text = as_text(page)
     for name, result in results.items():
-        assert (result["clip"] in text) == (result["config"]["rule"] == "cowclip")
+        assert (result["clip"] in text) == (result["config"]["rule"] in ("cowclip", "sqrt_decay"))
         metrics = pd.read_csv(shown[0] / name / "metrics.csv")
         aucs = " | ".join(f"{auc:.4f}" for auc in metrics.valid_auc)
         assert f"| {name} | {aucs} |" in text
@@ -92,9 +92,9 @@ def test_no_conclusion_from_few_steps(shown, results):
 def test_the_conclusion():
     """A rule keeps the base's AUC if it loses at most 0.002."""
     assert module._conclusion([0.77, 0.761, 0.75, 0.7681, 0.772]) == (
-        "A batch 8 times as large keeps its accuracy with √-scaling with falling rates and "
+        "A batch 8 times as large keeps its accuracy with √-scaling with decay and "
         "CowClip, and loses some with no scaling and linear scaling. Test AUC against the base's "
-        "0.7700: none -0.0090, linear -0.0200, sqrt -0.0019, cowclip +0.0020."
+        "0.7700: none -0.0090, linear -0.0200, sqrt_decay -0.0019, cowclip +0.0020."
     )
 
 

@@ -99,7 +99,7 @@ REFUSED = {
     "train --resume RUN --mlp 8": "goes with DATA, --epochs, --max-minutes and --quiet alone",
     # tune
     "tune DATA --out OUT": "tune needs --batch-size … Name it",
-    f"{TUNE} --batch-size 64 --l2 1e-5 --trials 2": "trials must be … at least 6 … 2",
+    f"{TUNE} --batch-size 64 --l2 1e-5 --trials 2": "trials must be … at least 7 … 2",
     f"{TUNE} --batch-size 64 --budget nan": "budget must be positive minutes … nan",
     f"{TUNE} --batch-size 141": "must not exceed the training rows … 141, 140 rows … smaller",
     f"{TUNE} --batch-size 138": "must not exceed the training rows … 138, 126 rows … smaller",

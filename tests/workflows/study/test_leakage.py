@@ -44,7 +44,9 @@ def both(tmp_path_factory):
 @pytest.mark.usefixtures("eager")
 @pytest.mark.filterwarnings("ignore:Even though the `tf.config.exp")
 def test_training_with_patience(both, tmp_path):
-    config = TrainConfig(batch_size=64, base_batch_size=64, epochs=9, patience=1, **TRAIN)
+    config = TrainConfig(
+        rule="cowclip", batch_size=64, base_batch_size=64, epochs=9, patience=1, **TRAIN
+    )
     runs = [
         train(data, config, tmp_path / data.path.name, progress=False, checkpointing=UNSAVED)
         for data in both

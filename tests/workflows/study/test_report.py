@@ -230,8 +230,8 @@ def test_the_base_and_what_of_it_was_not_tuned(tmp_path):
     text = read(swept(tmp_path / "out", ["curves"], setting))
     assert (
         "The base, at batch size 1,024: embedding_lr 0.003, l2 0. Not tuned, but each rule's "
-        "default: dense_lr 8e-4 with rule cowclip, else 1e-4; clip_ratio 1; clip_floor 3.162e-5. "
-        "From: me."
+        "default: dense_lr 8e-4 with rule sqrt_decay or cowclip, else 1e-4; clip_ratio 1; "
+        "clip_floor 3.162e-5. From: me."
     ) in text
 
 

@@ -59,9 +59,9 @@ def test_every_rule_is_in_the_space(rule, batch_size):
     assert point == Point(predicted)
     space = config.space
     assert space.point(space.params(point)) == point
-    *rules, decay = (rule for one in config.queue.values() for rule in one.get("rules", ()))
+    rules = [rule for one in config.queue.values() for rule in one.get("rules", ())]
     assert sorted(rules) == sorted(SCALING_RULES)  # equal points once
-    assert decay == "sqrt, falling"
+    assert rules[0] == "sqrt_decay"
 
 
 def test_zero_is_searched():
@@ -97,7 +97,7 @@ def test_what_cannot_be_searched(changes, message):
 
 def test_updates_and_rates_of_the_starting_points():
     with pytest.raises(UserError, match="one of exact, lazy to be searched. Received: .*deferred"):
-        TuneConfig(batch_size=4096, update="deferred", base={})
+        TuneConfig(batch_size=4096, update="deferred", base={}, try_rules=["none"])
     with pytest.raises(UserError, match="rates must be one of constant, falling"):
         TuneConfig(rates="rising", base={})
     config = TuneConfig(batch_size=4096, rates="falling", base={})
@@ -123,9 +123,10 @@ def test_epochs_beyond_the_end_of_a_schedule_are_refused():
 def test_falling_rates_fall_over_all_epochs():
     """As in the trial, also if fewer epochs were best."""
     config = TuneConfig(batch_size=4096, epochs=7, base={})
-    falling = list(config.queue)[config.min_trials]
-    assert config.queue[falling] == {"rules": ["sqrt, falling"]}
-    assert falling == Point(config.rules["sqrt"].hyperparameters, "exact", "falling", 7)
+    falling = next(iter(config.queue))
+    assert config.queue[falling] == {"rules": ["sqrt_decay"]}
+    found = scale(recipe("sqrt_decay"), to=4096, rule="sqrt_decay").replace(decay=False)
+    assert falling == Point(found, "exact", "falling", 7)
     schedule = {"name": "linear", "to": 0.0, "epochs": 7.0}
     whole = config.train_config(falling)
     for train in (whole, dataclasses.replace(whole, epochs=3)):

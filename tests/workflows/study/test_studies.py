@@ -62,7 +62,7 @@ def test_every_study_is_a_whole_table(name):
 
 def test_the_rules_start_from_one_base():
     found = cells("scaling-rules", Setting(SIZES, {"l2": 1e-4, "dense_lr": 1e-3}))
-    assert {row for row, _ in found} == set(SCALING_RULES)
+    assert {row for row, _ in found} == {*SCALING_RULES} - {"sqrt_decay"}  # the paper's
     for (rule, _), cell in found.items():
         base = recipe(rule).replace(l2=1e-4, dense_lr=1e-3)
         assert cell.config.hyperparameters == scale(base, to=cell.config.batch_size, rule=rule)

@@ -37,6 +37,7 @@ BASE = Hyperparameters(batch_size=128, dense_lr=2e-2, embedding_lr=2e-2)
 def config(**changes) -> TrainConfig:
     options = {
         "batch_size": 128,
+        "rule": "cowclip",
         **base_fields(BASE),
         "epochs": 3,
         "embedding_dim": 4,

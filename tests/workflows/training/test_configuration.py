@@ -16,6 +16,7 @@ from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fi
 from merlin_cowclip.workflows.training.learning_rates import schedule_of
 from merlin_cowclip.workflows.training.networks import NETWORKS
 
+SCHEDULES = ("dense_schedule", "embedding_schedule")
 BASE = {"base_batch_size": 256, "dense_lr": 5e-3, "l2": 1e-4}
 STEPS = {"name": "steps", "at": [5, 8], "factors": [0.1, 0.01]}
 CONFIGS = [
@@ -56,15 +57,32 @@ def test_what_is_left_out_is_the_rules_recipe(rule):
 
 def test_values_stay_with_another_rule():
     config = dataclasses.replace(TrainConfig(), rule="linear", batch_size=8192)
-    assert config.base == recipe("cowclip")
+    assert config.base == recipe("sqrt_decay")
     assert config.hyperparameters.dense_lr == 8 * 8e-4
+    assert config.hyperparameters.decay
+
+
+def test_the_default_rules_decay_is_a_schedule_and_can_be_switched_off():
+    config, to_zero = TrainConfig(), {"name": "linear", "to": 0.0, "epochs": None}
+    assert config.dense_schedule == config.embedding_schedule == to_zero
+    assert TrainConfig(rule="sqrt", **dict.fromkeys(SCHEDULES, "linear")).base.decay
+    constant = dict.fromkeys(SCHEDULES, "constant")
+    kept = TrainConfig(batch_size=8192, **constant)
+    assert not kept.hyperparameters.decay
+    last = float(schedule_of(kept, "dense", 30)(299))
+    assert last == pytest.approx(kept.hyperparameters.dense_lr)
+    assert TrainConfig.from_dict(kept.to_dict()) == kept
+    assert TrainConfig(rule="none", **constant) == TrainConfig(rule="none")
+    with pytest.raises(UserError, match="deferred.* a rule and a schedule that keep it constant"):
+        TrainConfig(update="deferred")
+    assert TrainConfig(update="deferred", **constant).update == "deferred"
 
 
 @pytest.mark.parametrize(
     "values", [recipe("sqrt"), Hyperparameters(256, clip="column", clip_threshold=2.0)]
 )
 def test_hyperparameters_are_fields(values):
-    assert TrainConfig(**base_fields(values)).base == values
+    assert TrainConfig(**base_fields(values), rule="none").base == values
 
 
 def test_networks_are_the_builders():
@@ -114,7 +132,7 @@ def test_from_dict_refuses(values, message):
     [
         ({"model": "ffm"}, "model must be one of lr, fm, .*, dlrm. Received: model='ffm'"),
         ({"model": ["deepfm"]}, r"model must be one of lr, .*\['deepfm'\]"),
-        ({"rule": "cube"}, "rule must be one of none, .*cowclip. Received: rule='cube'"),
+        ({"rule": "cube"}, "rule must be one of sqrt_decay, .*cowclip. Received: rule='cube'"),
         ({"update": "eager"}, "update must be one of exact, lazy, deferred. Received: .*'eager'"),
         ({"dense_lr": "fast"}, "dense_lr must be a positive number. .*'fast'"),
         ({"clip": "global"}, "clip='global' needs clip_threshold"),
@@ -154,7 +172,8 @@ def test_options_are_refused_by_name(options, message):
 
 def test_the_identity_is_golden():
     """Runs are found again by it: a version that changes one of these loses them."""
-    assert [TrainConfig(**options).identity[:16] for options in CONFIGS] == GOLDEN
+    found = [TrainConfig(**{"rule": "cowclip", **options}) for options in CONFIGS]
+    assert [config.identity[:16] for config in found] == GOLDEN
 
 
 def test_the_identity_of_another_process_is_the_same():
@@ -177,7 +196,7 @@ def test_what_differs_has_another_identity():
     fields = {
         **{"model": "dcn", "batch_size": 2048, "rule": "linear", "l2": 1e-4, "epochs": 1},
         **{"seed": 0, "update": "lazy", "deterministic": False, "embedding_dim": 4, "mlp": (8,)},
-        **{"combiner": "sum", "clip_tables": ("C1",), "dense_schedule": "linear"},
+        **{"combiner": "sum", "clip_tables": ("C1",), "dense_schedule": "constant"},
         **{"embedding_schedule": {"name": "exponential", "rate": 0.5}, "tables": "sharded"},
     }
     changed = {TrainConfig(**{name: value}).identity for name, value in fields.items()}
@@ -189,9 +208,10 @@ def test_what_differs_has_another_identity():
     ("one", "other"),
     [
         ({"mlp": [400, 400, 400]}, {"mlp": (400, 400, 400)}),
-        ({}, base_fields(recipe("cowclip"))),
+        ({}, base_fields(recipe("sqrt_decay"))),
         ({"dense_schedule": "cosine"}, {"dense_schedule": {"name": "cosine", "to": 0}}),
         ({"clip_tables": ["a", "b"]}, {"clip_tables": ["b", "a"]}),
+        ({"rule": "sqrt_decay"}, {"rule": "none", **base_fields(recipe("sqrt_decay"))}),
         # No part of the result: two rules that agree, the ratio of a clip that is none.
         ({"rule": "sqrt"}, {"rule": "linear"}),
         ({"clip": "none"}, {"clip": "none", "clip_ratio": 2.0}),

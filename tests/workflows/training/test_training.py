@@ -43,7 +43,13 @@ WIDTH, MLP = 4, (16,)
 UNSAVED = CheckpointConfig(saved_model=False)
 BASE = Hyperparameters(batch_size=256, dense_lr=5e-3, embedding_lr=5e-3, clip_floor=1e-3)
 CONFIG = TrainConfig(
-    **base_fields(BASE), batch_size=512, epochs=3, seed=7, embedding_dim=WIDTH, mlp=MLP
+    **base_fields(BASE),
+    rule="cowclip",
+    batch_size=512,
+    epochs=3,
+    seed=7,
+    embedding_dim=WIDTH,
+    mlp=MLP,
 )
 
 

@@ -110,5 +110,9 @@ def test_epochs(tmp_path):
     with pytest.raises(UserError, match="falls over all of them. Received: 5, for 4 in"):
         with_epochs(config, 5, tmp_path)
     assert with_epochs(config, 4, tmp_path) == config
-    falling = TrainConfig(epochs=4, embedding_schedule={"name": "exponential", "rate": 0.5})
+    falling = TrainConfig(
+        rule="none", epochs=4, embedding_schedule={"name": "exponential", "rate": 0.5}
+    )
     assert with_epochs(falling, 5, tmp_path).epochs == 5
+    constant = TrainConfig(epochs=4, dense_schedule="constant", embedding_schedule="constant")
+    assert with_epochs(constant, 5, tmp_path).epochs == 5

@@ -44,7 +44,7 @@ def check_deferrable(
     if not isinstance(learning_rate, (int, float)):
         raise ValueError(
             "update='deferred' requires a number as learning rate of the embeddings. Received: "
-            f"{learning_rate!r}. Use update='exact'"
+            f"{learning_rate!r}. Use update='exact', or a rule and a schedule that keep it constant"
         )
     least, most = BETA_2
     if abs(beta_1 - BETA_1) > ROUNDED or not least - ROUNDED <= beta_2 <= most + ROUNDED:

@@ -14,7 +14,7 @@ from merlin_cowclip.plugins.optimizers.state import state_of, weights_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.checkpoint import Checkpoint
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.learning_rates import schedule_of
+from merlin_cowclip.workflows.training.learning_rates import CONSTANT_SCHEDULE, schedule_of
 from merlin_cowclip.workflows.training.reproducibility import in_precision
 from merlin_cowclip.workflows.training.runs import Run
 
@@ -45,7 +45,7 @@ def compile_model(
     """
     schedules: dict[str, Any] = {}
     for name in ("dense", "embedding"):
-        if getattr(config, f"{name}_schedule") is not None:
+        if getattr(config, f"{name}_schedule") not in (None, CONSTANT_SCHEDULE):
             schedules[f"{name}_schedule"] = schedule_of(config, name, batches)
     optimizer = CowClipOptimizer.for_model(
         model,

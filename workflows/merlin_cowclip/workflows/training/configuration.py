@@ -137,6 +137,7 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
 
 
 _OURS = "sqrt_decay or cowclip"
+_CONSTANT = (None, CONSTANT_SCHEDULE)
 _seed = functools.partial(whole_number, most=LARGEST_SEED, least=0)
 _network, _run, _value, _clip = (
     functools.partial(option, group=group)
@@ -318,7 +319,7 @@ class TrainConfig:
             from merlin_cowclip.plugins.optimizers.deferred import check_deferrable  # TensorFlow
 
             values, schedule = self.hyperparameters, self.embedding_schedule
-            learning_rate = values.embedding_lr if schedule is None else schedule
+            learning_rate = values.embedding_lr if schedule in _CONSTANT else schedule
             try:
                 check_deferrable(
                     learning_rate, l2=values.l2, clip=values.clip, clip_ratio=values.clip_ratio

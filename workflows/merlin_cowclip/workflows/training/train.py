@@ -288,8 +288,8 @@ def with_epochs(config: TrainConfig, epochs: int | None, run: Path) -> TrainConf
     """The configuration with more epochs; `None`: as it is."""
     if epochs is None or epochs == config.epochs:
         return config
-    falling = [one for one in (config.dense_schedule, config.embedding_schedule) if one]
-    falling = [one for one in falling if isinstance(one, Mapping) and one.get("to") != 1]
+    schedules = [one for one in (config.dense_schedule, config.embedding_schedule) if one]
+    falling = [one for one in schedules if isinstance(one, Mapping) and one.get("to") != 1]
     depends = any(one.get("epochs", 0) is None for one in falling)
     if epochs < config.epochs or depends:
         raise UserError(
