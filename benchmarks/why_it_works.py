@@ -118,7 +118,7 @@ def clip(loader: Loader, followed: list[Followed], occurrences: dict[str, np.nda
     tuned = recipe("cowclip").replace(batch_size=BASE, dense_lr=3e-4, embedding_lr=1e-3, l2=1e-5)
     found: dict[Followed, list[tuple[int, float, float]]] = {one: [] for one in followed}
     in_bin = np.zeros((len(BINS), 2), np.int64)  # rows of all batches, those that were clipped
-    for update, (rows, first) in enumerate(trained(loader, scale(tuned, to=BATCH))):
+    for update, (rows, first) in enumerate(trained(loader, scale(tuned, to=BATCH, rule="cowclip"))):
         seen = np.concatenate([occurrences[field] for field in first])[rows.rows]
         shortened = rows.norms > rows.bounds
         for i, (least, below) in enumerate(BINS):

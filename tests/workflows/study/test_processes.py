@@ -12,7 +12,7 @@ from .processes import ROOT, START
 
 pytestmark = pytest.mark.extended
 OPTIONS = ("--model", "lr", "--batch-size", 512, "--epochs", 2, "--seeds", 1)
-TRIALS = ("--trials", 7)
+TRIALS = ("--trials", 8)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_killed_stopped_and_resumed(interpreter, data, tmp_path):
     assert done.stdout.startswith("  ")  # only the tables
     assert "trial  " not in done.stdout
     trials = ended(out)
-    assert len(trials) == 7
+    assert len(trials) == 8
     assert trials[:2] == kept
     best = max(trial["auc"] for trial in Tuned.open(out).result["trials"])
     assert max(row["auc"] for row in Tuned.open(out).result["table"]) == best

@@ -14,7 +14,17 @@ from .killing import ROOT, START
 
 UPDATES, EVERY = 16, 3  # an epoch's; between two checkpoints
 NETWORK = ("--batch-size", 256, "--embedding-dim", 4, "--mlp", "8")
-OPTIONS = (*NETWORK, "--epochs", 2, "--checkpoint-every", EVERY, "--no-saved-model", "--quiet")
+OPTIONS = (
+    *NETWORK,
+    "--rule",
+    "cowclip",
+    "--epochs",
+    2,
+    "--checkpoint-every",
+    EVERY,
+    "--no-saved-model",
+    "--quiet",
+)
 
 
 @dataclass

@@ -40,7 +40,7 @@ def test_no_step_draws_random_numbers(data, name):
     options = {"mlp": (4,), "bottom_mlp": (4,)} if name == "dlrm" else {}
     options |= {} if name == "lr" else {"embedding_dim": 4}
     update = UPDATES[list(MODELS).index(name) % len(UPDATES)]
-    config = TrainConfig(model=name, batch_size=500, update=update, **options)
+    config = TrainConfig(model=name, rule="cowclip", batch_size=500, update=update, **options)
     loader = Loader(data, batch_size=500)
     model, steps = network(config, data.schema), len(loader)
     optimizer = compile_model(config, model, updates=steps, batches=steps)
