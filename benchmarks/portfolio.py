@@ -19,7 +19,6 @@ other data sets, without any point that was found on this one.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,10 +33,10 @@ from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.study.search_space import Point
-from merlin_cowclip.workflows.study.tune import Trainers
 from merlin_cowclip.workflows.study.tuned import Tuned
+from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.stopping import Stopping
+from merlin_cowclip.workflows.training.trainers import Trainers
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "few_fields": {"rows": 550_000, "sizes": [20_000] * 3, "tail": 1.1, "clicks": 0.5},
@@ -58,6 +57,9 @@ SCALED: Mapping[str, Mapping[str, tuple[str, float]]] = {
 a data set has to what the other one has. Rows and steps are those of an epoch."""
 WORST = 0.03  # a loss in AUC that is as bad as any greater one
 SIZE = 7  # of the portfolio
+
+Point = dict[str, Any]
+"""`hyperparameters`, `update` and `epochs` of a training, fit for JSON."""
 
 
 def log(rows: int, sizes: Sequence[Any], tail: float, clicks: float, seed: int) -> pd.DataFrame:
@@ -113,31 +115,41 @@ def measure(record: dict[str, Any], name: str, data: Path, options: argparse.Nam
     with Stopping() as stopping:
         trainers = Trainers(PreparedData.open(data))
 
-        def run(point: Point, found_on: str) -> float:
-            aucs = []
+        def run(trained: TrainConfig, found_on: str) -> float:
+            aucs: list[float] = []
+            values = trained.hyperparameters.to_dict()
+            point = {"hyperparameters": values, "update": trained.update, "epochs": trained.epochs}
             try:
-                for epoch in trainers.epochs(config.train_config(point), stopping):
+                for epoch in trainers.epochs(trained, stopping):
                     aucs.append(epoch["auc"])
                     if aucs[-1] < max(aucs) - 0.002:
                         break
             except NotFiniteError:
                 pass
             if not options.scaled:
-                tried.append({"point": point.to_dict(), "found_on": found_on, "aucs": aucs})
+                tried.append({"point": point, "found_on": found_on, "aucs": aucs})
             print(name, found_on, f"{max(aucs, default=0):.4f}", point, flush=True)
             return max(aucs, default=0.5)
 
         if options.scaled:
             of_data["scaled"] = {
-                what: run(config.adapted(point), what) for what, point in scaled(record, name)
+                what: run(adapted(config, point), what) for what, point in scaled(record, name)
             }
             return
         for found_on, best in candidates(record):
-            point = config.adapted(best)
-            if point.to_dict() not in [one["point"] for one in tried]:
-                run(point, found_on)
+            trained = adapted(config, best)
+            values = trained.hyperparameters.to_dict()
+            if values not in [one["point"]["hyperparameters"] for one in tried]:
+                run(trained, found_on)
         missing = options.trials - sum(one["found_on"] == name for one in tried)
-        study.optimize(lambda trial: run(config.space.suggest(trial), name), max(missing, 0))
+        study.optimize(
+            lambda trial: run(config.train_config(config.suggest(trial)), name), max(missing, 0)
+        )
+
+
+def adapted(config: TuneConfig, point: Point) -> TrainConfig:
+    """A point's training at the batch size of `config`, with λ as it was found."""
+    return config.adapted({**point, "rows": 1})
 
 
 def candidates(record: Mapping[str, Any]) -> list[tuple[str, Point]]:
@@ -146,7 +158,7 @@ def candidates(record: Mapping[str, Any]) -> list[tuple[str, Point]]:
     for name, of_data in record.items():
         own = [one for one in of_data["tried"] if one["found_on"] == name and one["aucs"]]
         best = sorted(own, key=lambda one: -max(one["aucs"]))[:2]
-        found += [(name, Point.from_dict(one["point"])) for one in best]
+        found += [(name, one["point"]) for one in best]
     return found
 
 
@@ -156,14 +168,13 @@ def scaled(record: Mapping[str, Any], name: str) -> Iterator[tuple[str, Point]]:
     for found_on, point in candidates(record)[::2]:
         if found_on == name or "rows" not in record[found_on]:
             continue
-        its, hp = _quantities(record[found_on]), point.hyperparameters
+        its, hp = _quantities(record[found_on]), point["hyperparameters"]
         for how, powers in SCALED.items():
             values = {
-                value: getattr(hp, value) * (its[of] / mine[of]) ** power
+                value: hp[value] * (its[of] / mine[of]) ** power
                 for value, (of, power) in powers.items()
             }
-            changed = dataclasses.replace(point, hyperparameters=hp.replace(**values))
-            yield f"{found_on}, {how}", changed
+            yield f"{found_on}, {how}", {**point, "hyperparameters": {**hp, **values}}
 
 
 def _quantities(of_data: Mapping[str, Any]) -> dict[str, float]:
@@ -195,7 +206,7 @@ def losses(record: Mapping[str, Any]) -> tuple[list[tuple[str, Point]], np.ndarr
         best = _best_known(of_data)
         known = {json.dumps(_values(one["point"])): one for one in of_data["tried"]}
         for column, (_, point) in enumerate(points):
-            one = known.get(json.dumps(_values(point.to_dict())))
+            one = known.get(json.dumps(_values(point)))
             if one is not None and one["aucs"]:
                 row[column] = min(best - max(one["aucs"]), WORST)
     return points, loss
@@ -204,7 +215,7 @@ def losses(record: Mapping[str, Any]) -> tuple[list[tuple[str, Point]], np.ndarr
 def _values(point: Mapping[str, Any]) -> dict[str, Any]:
     """A point without its batch size and epochs."""
     own = {k: v for k, v in point["hyperparameters"].items() if k != "batch_size"}
-    return {**own, "update": point["update"], "rates": point["rates"]}
+    return {**own, "update": point["update"]}
 
 
 def choose(loss: np.ndarray, allowed: np.ndarray) -> list[int]:
@@ -241,7 +252,8 @@ def curve(out: Path, tunes: Sequence[Path]) -> None:
     axes = figure.subplots()
     for path in tunes:
         tuned = Tuned.open(path)
-        trials, epoch = tuned.result["trials"], tuned.result["epoch_seconds"]
+        trials = tuned.result["trials"]
+        epoch = np.median([one["seconds"] / len(one["curve"]) for one in trials if one["curve"]])
         spent = np.cumsum([one["seconds"] for one in trials]) / epoch
         best = np.maximum.accumulate([one["auc"] or 0.5 for one in trials])
         axes.step(spent, 100 * (best[-1] - best), where="post", marker="o", label=path.name)
@@ -297,14 +309,14 @@ def main() -> None:
 
 def described(record: Mapping[str, Any], found_on: str, point: Point) -> dict[str, Any]:
     """A point as the package has it: two digits are enough."""
-    own, defaults = point.hyperparameters.to_dict(), Hyperparameters(clip=None).to_dict()
+    own, defaults = point["hyperparameters"], Hyperparameters(clip=None).to_dict()
     values = {
         name: float(f"{value:.2g}") if isinstance(value, float) else value
         for name, value in own.items()
         if name != "batch_size" and value != defaults[name]
     }
     first = {"found_on": found_on, "rows": record[found_on]["rows"]}
-    return {**first, **point.to_dict(), "hyperparameters": {"clip": None, **values}}
+    return {**first, **point, "hyperparameters": {"clip": None, **values}}
 
 
 if __name__ == "__main__":

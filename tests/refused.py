@@ -106,7 +106,7 @@ def refused(
     lines = [line for line in re.split(r"[\r\n]", done.err) if line.strip() and "%|" not in line]
     assert len(lines) == 1, said
     assert done.err.endswith(f"{lines[0]}\n"), said
-    found = re.fullmatch(r"merlin-cowclip(?: ([a-z]+))?: error: (\S.*\S)", lines[0])
+    found = re.fullmatch(r"merlin-cowclip(?: ([a-z-]+))?: error: (\S.*\S)", lines[0])
     assert found, said
     assert found[1] in (None, str(argv[0]) if argv else None), said
     message = found[2]

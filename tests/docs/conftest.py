@@ -28,6 +28,14 @@ with quiet_imports():
     from nvtabular import ops
 
 ROWS, BATCH = 1200, "256"
+GRID = """
+[fixed]
+model = "lr"
+epochs = 1
+[grid]
+rule = ["none", "sqrt"]
+batch_size = [256]
+"""
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
@@ -84,6 +92,7 @@ def stand_ins(tmp_path_factory) -> Path:
         (home / name).write_bytes(text)
     for name in ("train.txt.gz", "day_24.csv.gz"):
         (home / name).write_bytes(gzip.compress(text))
+    (home / "grid.toml").write_text(GRID)
     _existing_pipeline(home)
     with pytest.MonkeyPatch.context() as patch, quick_saves():
         patch.chdir(home)

@@ -29,7 +29,8 @@ SMALLER = {
     # With constant rates a finished run can go on.
     "train": ["--batch-size", BATCH, "--epochs", "1", *CONSTANT],
     "tune": ["--model", "lr", "--batch-size", BATCH, "--trials", "6", *BRIEF],
-    "sweep": ["--model", "fm", "--batch-sizes", BATCH, "--jobs", "1", *BRIEF],
+    "batch-size": ["--batch-sizes", "64,128", "--seeds", "1", "--jobs", "1"],
+    "sweep": ["--jobs", "1"],
 }
 # Programs that are not started here.
 HOROVOD = "containers/horovod.sh"
@@ -106,7 +107,7 @@ def run(words: list[str], place: str, made: Path) -> None:
     out = Path(words[words.index("--out") + 1]) if "--out" in words else None
     if out is not None:
         shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
-    kept = made / "-".join(words[: {"tune": 1, "sweep": 2}.get(words[0], 0)])
+    kept = made / "-".join(words[: {"tune": 1, "sweep": 3}.get(words[0], 0)])
     if out is not None and kept != made and kept.exists():
         shutil.copytree(kept, out)
         return

@@ -1,4 +1,4 @@
-"""Data, runs, predictions and studies are what they were when the golden data were recorded."""
+"""Data, runs and predictions are what they were when the golden data were recorded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check(found, name):
     "name",
     [
         *("prepare-criteo", "prepare-avazu", "prepare-csv", "prepare-parquet", "synthetic"),
-        *("adopt", "train-exact", "studies"),
+        *("adopt", "train-exact"),
         *(pytest.param(name, marks=extended) for name in ("train-lazy", "train-deferred")),
         *(pytest.param(name, marks=extended) for name in ("top-ids", "adopt-run")),
     ],

@@ -1,4 +1,4 @@
-"""What the commands made when the golden data were recorded: data, runs, predictions, studies.
+"""What the commands made when the golden data were recorded: data, runs, predictions.
 
 A case is a function of an empty folder that returns named arrays; `record` writes them, and the
 tests compare what the code makes now (`differences`). Inputs are drawn here, by generators that
@@ -18,7 +18,6 @@ import functools
 import gzip
 import importlib.util
 import io
-import itertools
 import json
 import math
 import os
@@ -51,17 +50,6 @@ RECIPE = (
 UPDATES = ("exact", "lazy", "deferred")
 BRIEF = ("--quiet",)
 LEAN = ("--no-saved-model", *BRIEF)
-
-
-SETTINGS: dict[str, dict[str, Any]] = {  # of studies
-    "of the paper": {"batch_sizes": tuple(1024 * 2**i for i in range(8))},
-    "of a user": {
-        "batch_sizes": (512, 2048, 16384),
-        "values": {"dense_lr": 3e-4, "embedding_lr": 2e-4, "l2": 3e-6},
-        "config": {"update": "lazy", "mlp": (16, 8), "dense_schedule": "linear"},
-        "seeds": (1, 2),
-    },
-}
 
 
 # Adapters: the only places that know a module, an attribute or a name which may change ----------
@@ -112,22 +100,6 @@ def served(repository: Path, rows: pd.DataFrame) -> np.ndarray:
     from merlin_cowclip.workflows import Repository
 
     return Repository.open(repository).predict(rows)
-
-
-def study_runs() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """By study and setting, every run: place in the table, data, seeds, network, scaled values."""
-    from merlin_cowclip.workflows.study.studies import STUDIES, Setting
-
-    kept = ("model", "batch_size", "epochs", "update", "deterministic", "embedding_dim", "mlp")
-    kept += ("cross_layers", "low_rank_dim", "dense_schedule", "embedding_schedule")
-    for study, (name, options) in itertools.product(STUDIES.values(), SETTINGS.items()):
-        setting = Setting(**options)
-        for cell in study.cells(setting) if study.name != "frequencies" else ():  # trains nothing
-            values, scaled = cell.config.to_dict(), cell.config.hyperparameters.to_dict()
-            run = {"row": cell.row, "column": cell.column, "data": cell.data} | scaled
-            del run["decay"]  # which no study has, and no recording
-            run |= {"seeds": setting.seeds, **{key: values[key] for key in kept}}
-            yield study.name, name, run
 
 
 def saved_steps(run: Path) -> set[str]:
@@ -533,21 +505,12 @@ def sharded(home: Path) -> Arrays:
     return of_run(home / "sharded")
 
 
-def studies(home: Path) -> Arrays:
-    """The list of runs of every study, a line of JSON each; floats to seven digits."""
-    found: dict[str, list[str]] = {}
-    for study, setting, run in study_runs():
-        plain = json.loads(json.dumps(run), parse_float=lambda text: f"{float(text):.6e}")
-        found.setdefault(f"{study}/{setting}", []).append(json.dumps(plain, sort_keys=True))
-    return {name: _texts(lines) for name, lines in found.items()}
-
-
 CASES: dict[str, Callable[[Path], Arrays]] = {
     f"prepare-{name}": functools.partial(prepared, name)
     for name in ("criteo", "avazu", "csv", "parquet")
 }
 CASES |= {f"train-{update}": functools.partial(trained, update) for update in UPDATES}
-CASES |= {"adopt": adopted, "adopt-run": adopted_run, "studies": studies}
+CASES |= {"adopt": adopted, "adopt-run": adopted_run}
 CASES |= {"top-ids": top_ids, "synthetic": synthetic}
 
 

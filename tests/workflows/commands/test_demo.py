@@ -105,8 +105,8 @@ def test_single_runs_are_compared(shown, results, tmp_path):
     for run in runs:
         assert f"{100 * run.result['auc']:.3f}" in text
     assert all((tmp_path / link).is_file() for link in Page(text).links)
-    assert re.search(r"\| clip \| - \| adaptive_column \|", text)
-    assert "These are single runs: a small difference may be chance." in text
+    assert re.search(r"\| clip \| none \| adaptive_column \|", text)
+    assert "No verdict: some groups have 1 seed. 3 are needed" in text
 
 
 def test_an_error_leaves_nothing(tmp_path, monkeypatch):

@@ -50,7 +50,9 @@ def toy_run(toy_data) -> Path:
 
 TRAIN = "train DATA --out OUT --batch-size 64"
 TUNE = "tune DATA --out OUT --quiet"
-SWEEP = "sweep curves DATA --out OUT --batch-sizes"
+SWEEP = "sweep DATA GRID --out OUT"
+SIZES = "batch-size DATA --out OUT --batch-sizes 32,"
+GRID = "[fixed]\nmodel = 'lr'\n[grid]\nbatch_size = [32, 64]\n"
 REFUSED = {
     # Arguments that do not parse
     "": "Missing command. See … merlin-cowclip --help",
@@ -63,7 +65,7 @@ REFUSED = {
     "prepare criteo LOG": "Missing option '--out'",
     "adopt LOG --out OUT --workflow EMPTY": "Missing option '--label'",
     "tune DATA": "Missing option '--out'",
-    "sweep curves DATA": "Missing option '--out'",
+    "sweep DATA GRID": "Missing option '--out'",
     "predict RUN LOG": "Missing option '--out'",
     # demo, frequencies
     "demo --rows 1 --out OUT": "rows must be at least 8,192",
@@ -99,26 +101,23 @@ REFUSED = {
     "train --resume RUN --mlp 8": "goes with DATA, --epochs, --max-minutes and --quiet alone",
     # tune
     "tune DATA --out OUT": "tune needs --batch-size … Name it",
-    f"{TUNE} --batch-size 64 --l2 1e-5 --trials 2": "trials must be … at least 7 … 2",
+    f"{TUNE} --batch-size 64 --trials 0": "trials must be … 0",
     f"{TUNE} --batch-size 64 --budget nan": "budget must be positive minutes … nan",
     f"{TUNE} --batch-size 141": "must not exceed the training rows … 141, 140 rows … smaller",
     f"{TUNE} --batch-size 138": "must not exceed the training rows … 138, 126 rows … smaller",
     f"{TUNE} --batch-size 64 --base NOWHERE": "NOWHERE is no tuning study",
     f"{TUNE} --batch-size 64 --base NOWHERE --l2 1": "--base excludes the other … Leave one out",
     "tune DATA --batch-size 64 --quiet --out RUN": "no tuning study: … to begin one a new folder",
-    # sweep, report
-    f"{SWEEP} 32,32": "batch_sizes must rise … [32, 32]",
-    f"{SWEEP} 32,141": "must not exceed the training rows … 141, 140 rows",
-    f"{SWEEP} 32 --jobs 0": "jobs must be a whole number of at least 1",
-    f"{SWEEP} 32 --tuned NOWHERE": "--tuned is for the study scaling-rules",
-    f"{SWEEP} 32,64 --update deferred --clip-ratio 3e-5": "at batch size 64:  … at least 2 * l2",
-    f"{SWEEP.replace('curves', 'time')} 32 --epochs 5": "time is of one epoch … epochs=5",
-    f"{SWEEP.replace('curves', 'networks')} 32 --model fm": "networks trains deepfm, … --model",
-    "sweep curves DATA --out EMPTY --batch-sizes 32": "must not exist, or be of a sweep … EMPTY",
+    # sweep, batch-size, report
+    "sweep DATA LOG --out OUT": "cannot read the grid LOG",
+    "sweep DATA paper:table3 --out OUT": "no grid 'paper:table3' … table1, table12, table2",
+    f"{SWEEP} --jobs 0": "jobs must be a whole number of at least 1",
+    "sweep DATA GRID --out EMPTY": "EMPTY is neither … Name another folder",
+    f"{SIZES}64 --tuned NOWHERE": "NOWHERE is no tuning study",
+    f"{SIZES}64": "Missing option '--tuned'",
     "report NOWHERE": "no folder 'NOWHERE' … Name a sweep",
     "report RUN --out FILE": "output file must not exist … FILE … Name another",
-    "report DATA --out OUT": "--out is for a page of runs",
-    "report EMPTY": "a report is of a sweep's folder … Make one with 'merlin-cowclip sweep'",
+    "report EMPTY": "a run must be a folder that train wrote … EMPTY",
     # evaluate, predict, export
     "evaluate EMPTY": "a run must be a folder that train wrote … EMPTY",
     "evaluate DATA RUN": "prepared data: the run is named first",
@@ -139,7 +138,7 @@ REFUSED = {
             "frequencies DATA --top-k 2 --out s3://b/out",
             "train DATA --batch-size 64 --out s3://b/out",
             "tune DATA --quiet --batch-size 64 --out s3://b/out",
-            "sweep curves DATA --batch-sizes 32 --out s3://b/out",
+            "sweep DATA GRID --out s3://b/out",
             "report RUN --out s3://b/out",
             "predict RUN LOG --out s3://b/out.parquet",
             "export RUN --out s3://b/out",
@@ -162,6 +161,7 @@ def test_refused(toy_data, toy_run, tmp_path, monkeypatch, argv):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "FILE").touch()
+    (tmp_path / "GRID").write_text(GRID)
     toy_log(tmp_path / "LOG", rows=20)
     places = {"DATA": toy_data, "RUN": toy_run}
     found = [places.get(word, word) for word in argv.split()]
@@ -182,7 +182,7 @@ def test_tensorflow_is_not_imported_to_refuse(toy_data, tmp_path):
         "train GONE --out OUT",
         "train --resume GONE",
         "tune GONE --out OUT --batch-size 64",
-        "sweep curves GONE --out OUT",
+        "sweep GONE GRID --out OUT",
         "report GONE",
         "evaluate GONE",
         "predict GONE LOG --out OUT",
@@ -192,7 +192,7 @@ def test_tensorflow_is_not_imported_to_refuse(toy_data, tmp_path):
         "train DATA --out OUT --epochs 0",
         "train DATA --out DATA",
         "tune DATA --out OUT",
-        "sweep curves DATA --out OUT --batch-sizes 0",
+        "sweep DATA nowhere --out OUT",
         "report DATA",
         "evaluate DATA",
     ]
@@ -498,7 +498,6 @@ def tuned(toy_data, tmp_path) -> Path:
 def test_what_was_tuned(toy_data, tuned, tmp_path):
     record = json.loads((tuned / "tune.json").read_text())
     argv = ["train", toy_data, "--out", tmp_path / "run", "--tuned", tuned]
-    sweep = ["sweep", "curves", toy_data, "--out", tmp_path / "run", "--batch-sizes", 64]
     both = [*argv, "--config", tuned / "tuned.json"]
     check(both, "--tuned excludes --config … Leave one out", tmp_path)
     words = "--tuned are for batch size 64 … --batch-size 128 without --rule … --rule sqrt"
@@ -506,12 +505,12 @@ def test_what_was_tuned(toy_data, tuned, tmp_path):
     for change, words in (
         (
             {"columns": {**record["columns"], "label": "z"}},
-            "must have the columns … label 'y' instead of 'z'",
+            "has label 'y', and … was tuned with 'z'",
         ),
-        ({"format": 99}, "a tune must be of format … 99"),
+        ({"format": 99}, "is a tuning study of format 99"),
     ):
         (tuned / "tune.json").write_text(json.dumps({**record, **change}))
-        check([*sweep, "--base", tuned], words, tmp_path)
+        check(argv, words, tmp_path)
     (tuned / "tune.json").write_text(json.dumps(record))
     check([*argv, "--preset", "none"], "--tuned excludes --preset", tmp_path)
     (tuned / "result.json").unlink()

@@ -12,7 +12,6 @@ from merlin_cowclip.plugins.presets import preset
 from merlin_cowclip.plugins.scaling import recipe, scale
 from merlin_cowclip.workflows.commands import endings
 from merlin_cowclip.workflows.commands.main import cli, help_of
-from merlin_cowclip.workflows.commands.studying import _setting
 from merlin_cowclip.workflows.commands.training import train_config
 from merlin_cowclip.workflows.commands.tuning import tune_config
 from merlin_cowclip.workflows.errors import Notice, UserError
@@ -76,7 +75,8 @@ def test_a_field_is_an_option(field):
 
 def test_a_batch_size_may_be_in_thousands():
     assert params("tune data --out t --batch-size 8K --base-batch-size 1k")["batch_size"] == 8 * K
-    assert params("sweep curves data --out s --batch-sizes 1K,2048")["batch_sizes"] == [K, 2 * K]
+    sizes = params("batch-size data --tuned t --out s --batch-sizes 1K,2048")["batch_sizes"]
+    assert sizes == [K, 2 * K]
     assert params("evaluate run --batch-size 2K")["batch_size"] == 2 * K
     found = params("frequencies data --batch-sizes 1K,128K --fields a b")
     assert found["batch_sizes"] == [K, 128 * K]
@@ -221,7 +221,7 @@ def test_a_warm_start_trains_slower_and_lazily(monkeypatch):
     assert config_of("--warm-start run") == new
 
 
-def test_the_papers_values_are_the_base_of_tune_and_sweep(tmp_path):
+def test_the_papers_values_are_the_base_of_tune(tmp_path):
     """Of Avazu, at the base; of other data each rule has its own."""
     for name, values in (("avazu", preset("avazu", K)), ("criteo", None), ("mine", None)):
         data = data_of(name)
@@ -231,11 +231,6 @@ def test_the_papers_values_are_the_base_of_tune_and_sweep(tmp_path):
         assert config.rules["cowclip"].hyperparameters == scale(base, to=8 * K, rule="cowclip")
         assert source.endswith(" at batch size 1,024; l2 as given")
         assert source.startswith("the paper's values for avazu") == (values is not None)
-        options = params("sweep curves data --out s --batch-sizes 1K,8K")
-        setting, source = _setting(options, data)
-        assert setting.tuned("cowclip") == (values or recipe("cowclip"))
-        assert setting.tuned("linear").dense_lr == 1e-4
-        assert "at batch size 1,024, not tuned for this data. Give --dense-lr" in source
 
 
 def test_notices_are_printed_whatever_python_does_with_warnings(capsys):

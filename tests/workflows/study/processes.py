@@ -33,14 +33,15 @@ def main(place: str, *arguments: str) -> int:
     tf.config.run_functions_eagerly(True)
     tune._HEARTBEAT, tune._GRACE = 1, 5
     number, _, how = place.partition("@")
-    report, seen = tune.optuna.Trial.report, set()
+    epochs, begun = tune.Trainers.epochs, []
 
-    def and_end(trial: Any, value: float, step: int) -> None:
-        report(trial, value, step)
-        seen.add(trial.number)
-        if len(seen) == int(number):
-            os.kill(os.getpid(), signal.Signals[how])
+    def and_end(*trial: Any) -> Any:
+        begun.append(trial)
+        for epoch in epochs(*trial):
+            yield epoch
+            if len(begun) == int(number):
+                os.kill(os.getpid(), signal.Signals[how])
 
     if place:
-        tune.optuna.Trial.report = and_end
+        tune.Trainers.epochs = and_end
     return command(arguments)

@@ -29,7 +29,7 @@ def start(interpreter, folder, place, *arguments):
 
 
 def ended(out) -> list:
-    study = tune.optuna.load_study(study_name="tune", storage=tune._storage(out))
+    study = tune.optuna.load_study(study_name="tune", storage=f"sqlite:///{out}/study.db")
     return study.get_trials(states=tune._ENDED)
 
 
@@ -47,13 +47,16 @@ def test_killed_stopped_and_resumed(interpreter, data, tmp_path):
     done = start(interpreter, tmp_path, "", *command, "--seeds", 1, "--quiet", *TRIALS).end()
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert done.stdout.startswith("  ")  # only the tables
-    assert "trial  " not in done.stdout
+    assert done.stdout.startswith("trial  validation AUC")  # only the tables
     trials = ended(out)
     assert len(trials) == 8
     assert trials[:2] == kept
-    best = max(trial["auc"] for trial in Tuned.open(out).result["trials"])
-    assert max(row["auc"] for row in Tuned.open(out).result["table"]) == best
+    result = Tuned.open(out).result
+    best = max(trial["auc"] for trial in result["trials"])
+    assert max(row["auc"] for row in result["table"]) == best
+    assert {trial["origin"] for trial in result["trials"]} == {
+        f"portfolio {n}" for n in range(1, 8)
+    }
 
 
 def test_two_processes_share_one(interpreter, second, data, tmp_path):
@@ -65,7 +68,7 @@ def test_two_processes_share_one(interpreter, second, data, tmp_path):
         done = program.end()
         assert done.returncode == 0, done.stderr
     said = [(tmp_path / f"said-{i}/out").read_text().splitlines() for i in range(2)]
-    lines = [[line for line in lines if re.match(r" *\d+ +\d/8 ", line)] for lines in said]
+    lines = [[line for line in lines if re.match(r"\[\d/8\] trial ", line)] for lines in said]
     assert all(lines)
     trials = ended(out)
     assert len(lines[0]) + len(lines[1]) == len(trials)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -21,22 +20,43 @@ from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.study import workers
-from merlin_cowclip.workflows.study.studies import STUDIES, Setting
-from merlin_cowclip.workflows.study.sweep import run_name, sweep
-from merlin_cowclip.workflows.training.configuration import CheckpointConfig
+from merlin_cowclip.workflows.study.batch_size import batch_size
+from merlin_cowclip.workflows.study.report import report, runs_of
+from merlin_cowclip.workflows.study.sweep import sweep
+from merlin_cowclip.workflows.training.configuration import CheckpointConfig, TrainConfig
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 
 from .conftest import SPEC
 
 pytestmark = pytest.mark.filterwarnings("ignore:Even though the `tf.config.exp")
-SMALL = {"epochs": 1, "model": "lr"}
-SETTING = Setting((128, 512), {"dense_lr": 1e-2, "embedding_lr": 1e-2}, SMALL, seeds=(1, 2))
-OPTIONS = (
-    *("--batch-sizes", "128,512", "--dense-lr", "1e-2", "--embedding-lr", "1e-2", "--seeds", "1,2"),
-    *("--epochs", "1", "--model", "lr"),
-)
-CURVES = STUDIES["curves"]
+GRID = """
+[fixed]
+model = "lr"
+epochs = 1
+rule = "cowclip"
+base_batch_size = 128
+dense_lr = 1e-2
+embedding_lr = 1e-2
+[grid]
+batch_size = [128, 512]
+seed = [1, 2]
+"""
+
+
+def config_of(batch_size: int, seed: int, **changes) -> TrainConfig:
+    values = {"dense_lr": 1e-2, "embedding_lr": 1e-2, "base_batch_size": 128, "rule": "cowclip"}
+    values |= {"model": "lr", "epochs": 1, "batch_size": batch_size, "seed": seed}
+    return TrainConfig(**{**values, **changes})
+
+
+CONFIGS = [config_of(size, seed) for size in (128, 512) for seed in (1, 2)]
+
+
+@pytest.fixture
+def grid(tmp_path) -> str:
+    (tmp_path / "grid.toml").write_text(GRID)
+    return str(tmp_path / "grid.toml")
 
 
 def in_this_process(tasks, jobs):
@@ -58,9 +78,10 @@ def eager():
 
 @pytest.fixture(scope="module")
 def swept(data, tmp_path_factory, eager):
-    """A sweep of four runs, and its table."""
+    """A sweep of four runs."""
     out = tmp_path_factory.mktemp("sweep") / "out"
-    return out, sweep(CURVES, data, out, SETTING, jobs=2, progress=False)
+    sweep(data, CONFIGS, out, jobs=2, progress=False)
+    return out
 
 
 def results(out: Path) -> dict[str, float]:
@@ -68,52 +89,53 @@ def results(out: Path) -> dict[str, float]:
 
 
 def test_runs_are_those_of_train(swept, data, tmp_path):
-    out, table = swept
-    config = dataclasses.replace(SETTING.run("cowclip", 512), seed=2)
-    first = out / "runs" / run_name(dataclasses.replace(config, seed=1), "full")
+    config = CONFIGS[-1]
+    first = swept / "runs" / config_of(512, 1).identity[:16]
     checkpointing = CheckpointConfig(saved_model=False)
     alone = train(data, config, tmp_path / "alone", checkpointing=checkpointing, progress=False)
     tf.config.run_functions_eagerly(True)
-    run = Run.open(out / "runs" / run_name(config, "full"))
+    run = Run.open(swept / "runs" / config.identity[:16])
     assert run.result["auc"] == alone.result["auc"]
     assert run.config["identity"] == config.identity
     assert not (run.path / "checkpoints").exists()
     assert run.result["jobs"] == 2  # parallel runs take longer
     aucs = [100 * result["auc"] for result in (run.result, Run.open(first).result)]
-    assert f"{np.mean(aucs):.3f} ± {np.std(aucs, ddof=1):.3f}" in table
+    text = report(swept)[1]
+    assert f"{np.mean(aucs):.3f} ± {np.std(aucs, ddof=1):.3f}" in text
 
 
 def test_finished_runs_are_not_trained_again(swept, data, monkeypatch):
-    """Nor by another study with the same run."""
-    out, table = swept
+    """Nor by another sweep with the same run."""
     monkeypatch.setattr(workers, "_train", None)
-    assert sweep(CURVES, data, out, SETTING, progress=False) == table
+    sweep(data, CONFIGS[1:], swept, name="other", progress=False)
+    assert [len(runs) for runs, _ in runs_of(swept).values()] == [3, 4]
+    (swept / "grids" / "other.json").unlink()
 
 
 def test_other_data_are_refused(swept, data, tmp_path):
     other = prepare(
         SPEC, [data.path.parent / "log.csv"], tmp_path / "other", seed=7, progress=False
     )
-    with pytest.raises(UserError, match="be of a sweep on the same data. Received: .* as it was"):
-        sweep(CURVES, other, swept[0], SETTING, progress=False)
+    with pytest.raises(UserError, match="is a sweep of .* as it was. The output folder must be"):
+        sweep(other, CONFIGS, swept, progress=False)
     (tmp_path / "mine").mkdir()
-    with pytest.raises(UserError, match="must not exist, or be of a sweep .* neither"):
-        sweep(CURVES, data, tmp_path / "mine", SETTING, progress=False)
+    with pytest.raises(UserError, match="mine is neither. The output folder must be new"):
+        sweep(data, CONFIGS, tmp_path / "mine", progress=False)
     assert not list((tmp_path / "mine").iterdir())
 
 
-def test_each_run_has_a_line(data, tmp_path, capsys):
-    command = ["sweep", "curves", str(data.path), "--out", str(tmp_path / "out"), *OPTIONS]
-    assert main([*command, "--seeds", "1"]) == 0
-    base, few, *lines = capsys.readouterr().out.splitlines()
-    assert base.endswith("at batch size 128; dense_lr, embedding_lr as given")
+def test_each_run_has_a_line(data, tmp_path, grid, capsys):
+    assert main(["sweep", str(data.path), grid, "--out", str(tmp_path / "out")]) == 0
+    few, *lines = capsys.readouterr().out.splitlines()
     assert few.startswith("Warning: at batch size 512 an epoch has only 3 steps.")
-    assert re.fullmatch(r"\[1/2\] cowclip, batch 128, seed 1: AUC 0\.\d{4} \(\d+ s\)", lines[0])
-    assert lines[1].startswith("[2/2] cowclip, batch 512, seed 1: AUC ")
-    record = json.loads((tmp_path / "out" / "studies" / "curves.json").read_text())
-    assert f"Base: {record['base']}" == base
-    assert record["values"] == {"dense_lr": 1e-2, "embedding_lr": 1e-2}
-    assert record["command"].startswith("merlin-cowclip")
+    assert re.fullmatch(r"\[1/4\] batch_size 128, seed 1: AUC 0\.\d{4} \(\d+ s\)", lines[0])
+    assert lines[3].startswith("[4/4] batch_size 512, seed 2: AUC ")
+    assert lines[4].split("  ")[0] == "test AUC, %, by batch_size"
+    command = ["sweep", str(data.path), grid, "--out", str(tmp_path / "out"), "--json"]
+    assert main(command) == 0
+    for one in json.loads(capsys.readouterr().out):
+        result = json.loads((Path(one["run"]) / "result.json").read_text())
+        assert (one["auc"], one["seed"]) == (result["auc"], result["config"]["seed"])
 
 
 def test_an_interrupted_sweep_keeps_its_runs(data, tmp_path, monkeypatch):
@@ -125,24 +147,44 @@ def test_an_interrupted_sweep_keeps_its_runs(data, tmp_path, monkeypatch):
 
     monkeypatch.setattr("merlin_cowclip.workflows.study.sweep.run_all", interrupted)
     with pytest.raises(Stopped, match="after 1 of 4 runs, which are kept in .* same command again"):
-        sweep(CURVES, data, tmp_path / "out", SETTING, progress=False)
+        sweep(data, CONFIGS, tmp_path / "out", progress=False)
 
 
-def test_a_diverged_run_is_in_the_table(data, tmp_path):
-    values = {"dense_lr": 1e30, "embedding_lr": 1e30}
-    setting = dataclasses.replace(SETTING, values=values, seeds=(1,))
-    table = sweep(CURVES, data, tmp_path / "out", setting, progress=False)
-    assert table.count("diverged") == 2
-    assert "The run diverged" in next((tmp_path / "out").glob("runs/*/diverged.json")).read_text()
+def test_a_diverged_run_is_recorded(data, tmp_path):
+    """It keeps its folder and logs."""
+    configs = [config_of(128, 1, dense_lr=1e30, embedding_lr=1e30)]
+    sweep(data, configs, tmp_path / "out", progress=False)
+    (trained,) = runs_of(tmp_path / "out")["sweep"][0]
+    assert trained.result == {}
+    assert "The run diverged" in (trained.path / "diverged.json").read_text()
+    assert (trained.path / "config.json").exists()
+    with pytest.raises(UserError, match="has no run that ended"):
+        report(tmp_path / "out")
+
+
+def test_batch_sizes_of_tuned_values(data, tmp_path):
+    """Scaled by the square root, and trained to the end."""
+    tuned = config_of(128, 1, rule="none", epochs=2, patience=1, dense_schedule="linear")
+    found = batch_size(data, tuned, (512, 128, 256), tmp_path / "out", seeds=2, progress=False)
+    runs = [Run.open(path.parent) for path in tmp_path.glob("out/runs/*/result.json")]
+    for one in found["sizes"]:
+        size = one["batch_size"]
+        same = [run for run in runs if run.config["batch_size"] == size]
+        assert {run.config["seed"] for run in same} == {1, 2}
+        assert one["auc"][0] == pytest.approx(np.mean([run.result["auc"] for run in same]))
+        rate = same[0].train_config().hyperparameters.dense_lr
+        assert rate == pytest.approx(1e-2 * (size / 128) ** 0.5)
+    assert {len(run.result["epochs"]) for run in runs} == {2}
+    assert "How large a batch" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.extended
-def test_killed_and_begun_again(data, tmp_path, monkeypatch):
+def test_killed_and_begun_again(data, tmp_path, grid, monkeypatch):
     """The processes of a killed sweep save their runs; the next sweep waits for them."""
     monkeypatch.setattr("merlin_cowclip.workflows.study.sweep.run_all", workers.run_all)
     out = tmp_path / "out"
-    program = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main", "sweep", "curves"]
-    command = [*map(str, (*program, data.path, "--out", out)), *OPTIONS, "--quiet", "--jobs", "2"]
+    program = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main", "sweep"]
+    command = [*map(str, (*program, data.path, grid)), "--quiet", "--jobs", "2", "--out", str(out)]
     begun = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not list(out.glob("runs/*/config.json")):
@@ -153,14 +195,14 @@ def test_killed_and_begun_again(data, tmp_path, monkeypatch):
     begun.wait()
     assert main(command[3:]) == 0
     whole = tmp_path / "whole"
-    assert main([*command[3:6], "--out", str(whole), *OPTIONS, "--quiet", "--jobs", "2"]) == 0
+    assert main([*command[3:-1], str(whole)]) == 0
     assert results(out) == results(whole)
     assert len(results(whole)) == 4
 
 
 @pytest.mark.extended
 def test_a_stop_reaches_the_process_that_trains(data, tmp_path):
-    long = dataclasses.replace(SETTING.run("cowclip", 128), epochs=10_000)
+    long = config_of(128, 1, epochs=10_000)
     run = tmp_path / "run"
     work = workers.run_all([workers.Task("long", run, data.path, long.to_dict())], 1)
 

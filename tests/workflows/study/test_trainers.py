@@ -1,7 +1,5 @@
 """A trial that reuses a compiled step comes to what `train` comes to, to the last bit."""
 
-import dataclasses
-
 import pytest
 
 from merlin_cowclip.plugins import Hyperparameters
@@ -9,12 +7,11 @@ from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.optimizers.state import training_state, weights_of
 from merlin_cowclip.workflows import train
 from merlin_cowclip.workflows.errors import NotFiniteError
-from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.study.search_space import CHOICES, Point
-from merlin_cowclip.workflows.study.tune import Trainers
-from merlin_cowclip.workflows.training.configuration import CheckpointConfig
+from merlin_cowclip.workflows.study.configuration import CHOICES
+from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
 from merlin_cowclip.workflows.training.reproducibility import in_precision
 from merlin_cowclip.workflows.training.stopping import Stopping
+from merlin_cowclip.workflows.training.trainers import MOST_STEPS, Trainers
 
 from .conftest import NETWORK
 
@@ -37,12 +34,17 @@ ZEROS = FIRST.replace(
 LAST = ZEROS.replace(dense_lr=1.9e-3, l2=1.3e-3, clip_ratio=1.9, warmup_epochs=1.3)
 DIVERGES = FIRST.replace(dense_lr=1e25)
 TRIALS = [  # of a seed each
-    (FIRST, "constant", 5),
-    (DIVERGES, "constant", 5),
-    (ZEROS, "falling", 5),
-    (LAST, "falling", 6),
-    (FIRST, "falling", 5),
+    (FIRST, 5),
+    (DIVERGES, 5),
+    (ZEROS.replace(decay=True), 5),
+    (LAST.replace(decay=True), 6),
+    (FIRST.replace(decay=True), 5),
 ]
+
+
+def config_of(hp: Hyperparameters, **options) -> TrainConfig:
+    values = {"rule": "none", "epochs": 3, "batch_size": SIZE, **NETWORK, **base_fields(hp)}
+    return TrainConfig(**{**values, **options})
 
 
 @pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.extended)])
@@ -57,11 +59,9 @@ def _either_way(request):
 @pytest.mark.parametrize("clip", CHOICES["clip"])
 @pytest.mark.parametrize("update", CHOICES["update"])
 def test_reused_as_if_new(data, tmp_path, update, clip):
-    config, trainers = TuneConfig(batch_size=SIZE, network=NETWORK, epochs=3), Trainers(data)
-    trials = []
-    for hp, rates, seed in TRIALS:
-        hp = hp.replace(clip=None if clip == "none" else clip)
-        trial = dataclasses.replace(config.train_config(Point(hp, update, rates, 3)), seed=seed)
+    trainers, trials = Trainers(data), []
+    for hp, seed in TRIALS:
+        trial = config_of(hp, clip=clip, update=update, seed=seed)
         if hp.dense_lr > 1:
             with pytest.raises(NotFiniteError):
                 list(trainers.epochs(trial, Stopping()))
@@ -71,10 +71,7 @@ def test_reused_as_if_new(data, tmp_path, update, clip):
         weights = {name: v.numpy() for name, v in weights_of(trainer.model).items()}
         trials.append((trial, epochs, weights))
     for number, (trial, epochs, weights) in enumerate(trials):
-        checkpointing = CheckpointConfig(saved_model=False)
-        run = train(
-            data, trial, tmp_path / str(number), checkpointing=checkpointing, progress=False
-        )
+        run = train(data, trial, tmp_path / str(number), progress=False)
         for ours, theirs in zip(epochs, run.result["epochs"], strict=True):
             names = ours.keys() - {"seconds"}
             valid = {name.removeprefix("valid_"): value for name, value in theirs.items()}
@@ -88,20 +85,19 @@ def test_reused_as_if_new(data, tmp_path, update, clip):
 @pytest.mark.usefixtures("eager")
 def test_few_are_kept(data):
     """What is clipped in absent data, too, has a step of its own."""
-    config, trainers = TuneConfig(batch_size=SIZE, network=NETWORK, epochs=1), Trainers(data)
+    trainers = Trainers(data)
     for update in CHOICES["update"]:
         for hp in (FIRST, FIRST.replace(clip=None), FIRST.replace(clip_ratio=1e-4)):
-            trainers.get(config.train_config(Point(hp, update)), Stopping(), lambda: None)
-    assert len(trainers._kept) == 4
+            trainers.get(config_of(hp, update=update), Stopping(), lambda: None)
+    assert len(trainers._kept) == MOST_STEPS
 
 
 @pytest.mark.usefixtures("eager")
 def test_the_loss_scale_begins_anew(data):
-    config, trainers = TuneConfig(batch_size=SIZE, network=NETWORK, epochs=1), Trainers(data)
+    trainers = Trainers(data)
     with in_precision("mixed_float16"):
         for _ in range(2):
-            trial = config.train_config(Point(FIRST))
-            trainer = trainers.get(trial, Stopping(), lambda: None)
+            trainer = trainers.get(config_of(FIRST), Stopping(), lambda: None)
             state = training_state(trainer.model)
             scale = next(v for name, v in state.items() if name.startswith("loss_scale/"))
             assert float(scale) > 2

@@ -1,10 +1,9 @@
-"""The search, with trials that cost nothing, and a few trials that train."""
+"""The search, with scripted trials that cost nothing, and a few trials that train."""
 
-import contextlib
 import dataclasses
 import json
-import re
-import shutil
+import random
+import statistics
 import time
 
 import optuna
@@ -14,263 +13,204 @@ from merlin_cowclip.plugins import SCALING_RULES
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows import train
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
 from merlin_cowclip.workflows.study import tune as tuning
-from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.study.search_space import Point
+from merlin_cowclip.workflows.study.configuration import RANGES, TuneConfig
 from merlin_cowclip.workflows.study.tune import Trainers, tune
-from merlin_cowclip.workflows.study.tuned import Tuned, difference
-from merlin_cowclip.workflows.training.configuration import CheckpointConfig
+from merlin_cowclip.workflows.study.tuned import Tuned
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.stopping import Stopping
 
-from .conftest import NETWORK, auc_of
+from .conftest import NETWORK
+
+SEEDS = (1235, 1236, 1237)
 
 
-def tuned_by(data, config, out, trials=14, **options) -> Tuned:
+def tuned_by(data, config, out, trials=7, **options) -> Tuned:
     options = {"progress": False, "command": "the command", **options}
     return tune(data, config, out, trials=trials, **options)
 
 
-@pytest.fixture(scope="module")
-def shared(data, tmp_path_factory):
-    """A tune of 30 trials on a known landscape."""
-    from . import conftest
-
-    with pytest.MonkeyPatch.context() as patch:
-        fake = conftest.Fake()
-        patch.setattr(tuning.Trainers, "epochs", lambda _, *a: fake.epochs(*a))
-        config = TuneConfig(batch_size=256, network=NETWORK, base={}, epochs=4)
-        return tuned_by(data, config, tmp_path_factory.mktemp("tune") / "tune", trials=30)
+@pytest.fixture
+def plain() -> TuneConfig:
+    """Without a base: the portfolio is trials 1 to 7."""
+    return TuneConfig(batch_size=256, network=NETWORK, epochs=8)
 
 
-def test_every_rule_is_tried_first_and_to_its_end(shared, config):
-    trials = shared.result["trials"]
-    rules = [rule for t in trials[: config.min_trials] for rule in t["rules"]]
-    assert rules == list(SCALING_RULES)
-    assert not any(trial["rules"] for trial in trials[config.min_trials :])
-    for trial in trials[: config.min_trials]:
-        assert len(trial["epochs"]) == 4
-        assert trial["best_epoch"] == 3
-        expected = config.rules[trial["rules"][0]].hyperparameters.to_dict()
-        assert trial["hyperparameters"] == expected
+# What is tried
 
 
-def test_it_finds_better_than_the_rules(shared):
-    aucs = [trial["auc"] for trial in shared.result["trials"]]
-    rules = [t["auc"] for t in shared.result["trials"] if t["rules"]]
-    assert len(aucs) == 30
-    assert max(aucs) > max(rules)
-    assert {t["why"] for t in shared.result["trials"]} == {"pruned", None}
+def test_rules_then_the_portfolio_then_tpe(data, config, tmp_path, fake):
+    """Of 40 trials TPE proposes most, and varies all that is searched."""
+    tuned = tuned_by(data, config, tmp_path / "tune", trials=40, seeds=1)
+    trials = tuned.result["trials"]
+    assert [trial["number"] for trial in trials] == [*range(1, 41)]
+    origins = [trial["origin"] for trial in trials]
+    queue = [origin for origin in origins if origin != "TPE"]
+    assert origins == [*queue, *["TPE"] * (40 - len(queue))]
+    assert queue[-7:] == [f"portfolio {number}" for number in range(1, 8)]
+    rules = ", ".join(queue[:-7]).split(", ")
+    assert rules[0] == "sqrt_decay"
+    assert sorted(rules) == sorted(SCALING_RULES)
+    proposed = [trial["params"] for trial in trials if trial["origin"] == "TPE"]
+    assert len(proposed) >= 26
+    for name in ("clip", "update", "decay", "epochs", *RANGES):
+        assert len({params.get(name) for params in proposed}) > 1
+    aucs = {origin: max(t["auc"] for t in trials if t["origin"] == origin) for origin in origins}
+    assert aucs["TPE"] == max(aucs.values())
 
 
-def test_the_result_is_the_best_trial(shared, data):
-    best = max(shared.result["trials"], key=lambda trial: trial["auc"])
-    config = shared.train_config()
-    assert shared.result["winner"] == best["number"]
-    assert config.hyperparameters.to_dict() == best["hyperparameters"]
-    assert (config.rule, config.batch_size, config.epochs) == ("none", 256, 3)
-    assert config.update == best["update"]
-    result = json.loads((shared.path / "result.json").read_text())
-    assert result == shared.result
+def test_steps_from_the_best_trial_can_be_switched_on(data, plain, tmp_path, fake):
+    fake.curve = lambda config: [0.7 - config.l2]
+    config = dataclasses.replace(plain, steps=True)
+    trials = tuned_by(data, config, tmp_path / "tune", trials=10, seeds=1).result["trials"]
+    best = min(trials[:7], key=lambda trial: trial["params"]["l2"])["params"]
+    steps = [(trial["origin"], trial["params"]) for trial in trials[7:]]
+    assert steps == [
+        ("l2 × 2", {**best, "l2": 2 * best["l2"]}),
+        ("l2 × 0.5", {**best, "l2": best["l2"] / 2}),
+        ("l2 × 0.5", {**best, "l2": best["l2"] / 4}),  # from the new best one
+    ]
+
+
+def test_schedules_of_different_lengths(data, plain, tmp_path, fake, monkeypatch):
+    """The longest begins lowest and ends best: no trial is judged before its schedule ends."""
+    curves = {
+        1: [0.7452],
+        2: [0.7408, 0.7533],
+        4: [0.7337, 0.7440, 0.7560, 0.7611],
+        8: [0.7308, 0.7350, 0.7410, 0.7480, 0.7550, 0.7610, 0.7652, 0.7649],
+    }
+    params, _ = plain.queue[0]
+    queue = [
+        ({**params, "epochs": epochs, "l2": 1e-5 * k}, f"{epochs} epochs")
+        for epochs in curves
+        for k in (1, 2, 3)
+    ]
+    monkeypatch.setattr(TuneConfig, "queue", queue)
+    fake.curve = lambda config: curves[round(config.dense_schedule["epochs"] or config.epochs)]
+    tuned = tuned_by(data, plain, tmp_path / "tune", trials=12)
+    for trial in tuned.result["trials"]:
+        assert trial["curve"] == curves[trial["params"]["epochs"]]
+    assert tuned.result["table"][0]["origin"] == "8 epochs"
+    config = tuned.train_config()  # the rates are as they were in the trial
+    assert (config.epochs, config.dense_schedule["epochs"]) == (7, 8)
+    assert {c.epochs for c in fake.configs if c.seed in SEEDS} >= {7}
+
+
+def test_a_trial_that_overfits_ends(data, plain, tmp_path, fake):
+    fake.curve = lambda config: [0.70, 0.698, 0.71, 0.704, 0.72][: config.epochs]
+    for trial in tuned_by(data, plain, tmp_path / "tune", seeds=1).result["trials"]:
+        assert len(trial["curve"]) == min(trial["params"]["epochs"], 4)
+        assert trial["best_epoch"] == min(trial["params"]["epochs"], 3) - (
+            trial["params"]["epochs"] == 2
+        )
+
+
+# Which one is the result
+
+
+def test_a_repeated_winner_is_not_forgotten(data, plain, tmp_path, fake):
+    """Later trials look better in the search, and are not."""
+    fake.script({1: 0.7999, 2: 0.7980, 3: 0.7970}, {1: [0.7999] * 3})
+    tuned = tuned_by(data, plain, tmp_path / "tune", trials=3)
+    assert tuned.result["winner"] == 1
+    later = {number: 0.8010 - number / 1e4 for number in range(4, 9)}
+    fake.script({**later, 1: 0.7999}, {number: [0.7985] * 3 for number in later})
+    tuned = tuned_by(data, plain, tmp_path / "tune", trials=8)
+    assert tuned.result["winner"] == 1
+    assert [row["number"] for row in tuned.result["table"]] == [1, *later]
+    found = tuned.train_config()
+    assert (found.dense_lr, found.epochs) == (fake.searched[0].dense_lr, 1)
+
+
+def test_a_trial_that_diverges_from_another_seed_does_not_win(data, plain, tmp_path, fake):
+    """The next best are repeated until one is stable."""
+    best = {1: 0.80, 2: 0.79, 3: 0.78, 4: 0.77, 5: 0.76}
+    diverge = {number: [0.8, None, 0.8] for number in (1, 2, 3, 4)}
+    fake.script(best, {**diverge, 5: [0.75] * 3})
+    tuned = tuned_by(data, plain, tmp_path / "tune")
+    assert tuned.result["winner"] == 5
+    lines = tuned.tables().splitlines()[2:7]
+    assert [line.split()[0] for line in lines] == ["5", "1", "2", "3", "4"]
+    assert all("diverged, 1 of 2" in line for line in lines[1:])
+
+
+def test_no_stable_trial(data, plain, tmp_path, fake, capsys):
+    fake.script({}, {number: [0.8, 0.8, None] for number in range(1, 8)})
+    out = tmp_path / "tune"
+    with pytest.raises(UserError, match="no stable trial: 0 of 7 diverged. Repeats of 7 diverged"):
+        tuned_by(data, plain, out)
+    assert not (out / "tuned.json").exists()
+    command = ["tune", data.path, "--out", out, "--trials", 7, "--quiet"]
+    assert main([*map(str, command)]) == 2
+    assert "no stable trial" in capsys.readouterr().err
+    assert not (out / "result.json").exists()
+    fake.script({8: 0.6}, {})
+    assert tuned_by(data, plain, out, trials=8).result["winner"] == 8
+
+
+def test_all_trials_diverge(data, plain, tmp_path, fake):
+    fake.curve = lambda config: [0.7, None]
+    with pytest.raises(UserError, match="no stable trial: 7 of 7 diverged, .* loss nan"):
+        tuned_by(data, plain, tmp_path / "tune")
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_the_table_is_in_order(data, plain, tmp_path, fake, case):
+    """Of random trials: the best mean is first, and no other one could have won."""
+    draw = random.Random(case)
+    noise = draw.choice([1e-4, 1e-3, 1e-2])
+    level = {number: draw.gauss(0.75, 0.002) for number in range(1, 13)}
+    fake.script(
+        {number: draw.gauss(auc, noise) for number, auc in level.items()},
+        {
+            number: [
+                draw.gauss(auc, noise) if draw.random() < 0.8 + 0.2 * (number == 1) else None
+                for _ in SEEDS
+            ]
+            for number, auc in level.items()
+        },
+    )
+    for trials in (6, 12):
+        result = tuned_by(data, plain, tmp_path / "tune", trials=trials).result
+        table = result["table"]
+        means = [row["mean"] for row in table]
+        stable = [mean for mean in means if mean is not None]
+        assert means == [*sorted(stable, reverse=True), *[None] * (len(means) - len(stable))]
+        assert result["winner"] == table[0]["number"]
+        assert list(table[0]["repeats"]) == [str(seed) for seed in SEEDS]
+        assert table[0]["mean"] == statistics.fmean(fake.repeats[result["winner"]])
+        for trial in result["trials"]:
+            if not trial["repeats"]:
+                assert trial["auc"] < table[0]["mean"]
+
+
+def test_the_result(data, plain, tmp_path, fake, capsys):
+    tuned = tune(data, plain, tmp_path / "tune", trials=9, command="the command")
+    best = tuned.result["table"][0]
+    assert tuned.train_config() == plain.train_config(best["params"], best["best_epoch"])
+    result = json.loads((tuned.path / "result.json").read_text())
+    assert result == tuned.result
     assert result["rows"] == data.rows == {"train": 1215, "valid": 135, "test": 450}
     assert {"optuna", "tensorflow", "python"} <= result["versions"].keys()
     assert result["command"] == "the command"
-
-
-def test_the_best_and_the_best_rule_are_repeated_from_other_seeds(shared, config):
-    table = shared.result["table"]
-    assert table[0]["what"] == "best found"
-    assert sorted(rule for row in table[1:] for rule in row["rules"]) == sorted(SCALING_RULES)
-    three = sorted(shared.result["trials"], key=lambda trial: -trial["auc"])[:3]
-    finalists = [one for one in three if one["auc"] >= table[0]["mean"] - 0.002]
-    best_rule = max((t for t in shared.result["trials"] if t["rules"]), key=lambda t: t["auc"])
-    (best,) = (t for t in shared.result["trials"] if t["number"] == table[0]["number"])
-    point = Point.from_dict(best)
-    repeated = {t["number"] for t in (*finalists, best_rule)}
-    assert {row["number"] for row in table if row["seeds"]} == repeated
-    for row in table:
-        if row["seeds"]:
-            assert row["seeds"] == [1235, 1236, 1237]
-            assert len(row["aucs"]) == 3
-            assert row["deviation"] == pytest.approx(1e-5)
-    trained = config.train_config(point)
-    again = [auc_of(dataclasses.replace(trained, seed=s), 3) for s in (1235, 1236, 1237)]
-    assert table[0]["aucs"] == pytest.approx(again)
-    worse = next(row for row in table if row["number"] == best_rule["number"])
-    assert difference(worse, table[0]) == pytest.approx(
-        (worse["mean"] - table[0]["mean"], 0), abs=1e-12
-    )
-
-
-def test_a_lucky_trial_does_not_win(data, config, tmp_path, fake, monkeypatch):
-    """The one with the best mean of the three best trials wins, not a lucky one."""
-    lucky = config.rules["none"].hyperparameters.to_dict()
-    stock = fake.epochs
-
-    def by_chance(train, stopping, advance):
-        luck = train.seed == config.seed and train.hyperparameters.to_dict() == lucky
-        for epoch in stock(train, stopping, advance):
-            yield {**epoch, "auc": 0.999 if luck else epoch["auc"]}
-
-    monkeypatch.setattr(fake, "epochs", by_chance)
-    tuned = tuned_by(data, config, tmp_path / "tune", trials=12)
-    best, other, *rules = tuned.result["table"]
-    trials = sorted(tuned.result["trials"], key=lambda trial: -trial["auc"])
-    assert trials[0]["rules"] == ["none"]
-    assert [best["number"], other["number"]] == [trial["number"] for trial in trials[1:3]]
-    assert (best["what"], other["what"]) == ("best found", f"trial {other['number']}")
-    assert best["mean"] > max(rule["mean"] or 0 for rule in rules)
-    assert len(best["aucs"]) == 3
-    assert other["auc"] < best["mean"] - 0.002  # so it cannot win
-    assert other["aucs"] == []
-
-
-def test_the_test_part_is_not_read(data, config, tmp_path, fake):
-    source = PreparedData.open(shutil.copytree(data.path, tmp_path / "source"))
-    shutil.rmtree(source.path / "test")
-    tuned = tuned_by(source, config, tmp_path / "tune", trials=7, seeds=1)
-    assert tuned.result["trials"]
-
-
-def test_a_tune_in_two_parts_is_one_tune(data, config, tmp_path, fake, shared):
-    first = tuned_by(data, config, tmp_path / "tune", trials=12)
-    trained = len(fake.configs)
-    tuned = tuned_by(data, config, tmp_path / "tune", trials=30)
-    assert tuned.result["trials"] == shared.result["trials"]
-    assert tuned.result["table"] == shared.result["table"]
-    assert trained == 12 + 3 * len({row["number"] for row in first.result["table"] if row["seeds"]})
-    assert len(fake.configs) - trained <= 18 + 3 * tuning.FINALISTS
-
-
-def test_interrupted_and_resumed(data, config, tmp_path, fake, shared, monkeypatch, capsys):
-    out = tmp_path / "tune"
-    stock, calls = fake.epochs, []
-
-    def interrupted(train, stopping, advance=lambda: None):
-        calls.append(train)
-        if len(calls) == 9:
-            stopping._received(15, None)
-        yield from stock(train, stopping, advance)
-
-    monkeypatch.setattr(fake, "epochs", interrupted)
-    with pytest.raises(Stopped, match="8 trials that have ended are kept. Resume with: ") as error:
-        tuned_by(data, config, out, trials=12)
-    assert error.value.number == 15
-    assert str(error.value).endswith("Resume with: the command")
-    assert not (out / "result.json").exists()
-    with pytest.raises(UserError, match="did not end. Resume it: merlin-cowclip tune DATA --out"):
-        Tuned.open(out)
-    tuned = tune(data, config, out, trials=12)
-    warning, _, header, *rest = capsys.readouterr().out.splitlines()
-    lines, again, repeats = rest[:4], rest[4], rest[5:]
+    warning, *lines = capsys.readouterr().out.splitlines()
     assert warning.startswith("Warning: at batch size 256 an epoch has only 5 steps.")
-    assert header.split()[:5] == ["trial", "ended", "AUC", "best", "epoch"]
-    assert header.endswith("rates  origin, or why it ended")
-    assert [line.split()[1] for line in lines] == ["9/12", "10/12", "11/12", "12/12"]
-    assert [int(line.split()[0]) for line in lines] == [
-        t["number"] for t in tuned.result["trials"][8:]
-    ]
-    assert again.startswith("Repeating ")
-    assert all(re.match(r"trial \d+ again, seed 123\d: AUC 0\.\d{5}$", line) for line in repeats)
-    assert len(repeats) == sum(len(row["seeds"]) for row in tuned.result["table"])
-    trials = tuned.result["trials"]
-    assert len(trials) == 12
-    assert trials[:8] == shared.result["trials"][:8]
-    tried = [trial["hyperparameters"] for trial in trials]
-    assert shared.result["trials"][8]["hyperparameters"] in tried  # after what waited
+    assert lines[0].startswith("[1/9] trial 1, portfolio 1: AUC 0.")
+    assert f", best so far {max(t['auc'] for t in result['trials']):.5f}, " in lines[8]
+    repeats = [line for line in lines if ", seed 123" in line]
+    assert len(lines) - len(repeats) == 9
+    assert len(repeats) == sum(len(row["repeats"]) for row in result["table"])
 
 
-def test_repeats_are_resumed_and_shared(data, config, tmp_path, fake, monkeypatch):
-    """Each is trained once; one that another process is at is waited for."""
-    out, stock, repeated = tmp_path / "tune", fake.epochs, []
-
-    def interrupted(train, stopping, advance):
-        if train.seed != config.seed:
-            repeated.append((train.seed, str(train.hyperparameters)))
-            if len(repeated) == 3:
-                stopping._received(15, None)
-        yield from stock(train, stopping, advance)
-
-    monkeypatch.setattr(fake, "epochs", interrupted)
-    with pytest.raises(Stopped, match="8 trials that have ended are kept"):
-        tuned_by(data, config, out, trials=8)
-    kept = optuna_attrs(out)
-    assert len(kept) == 2
-    is_mine = [False, *[True] * 99]
-
-    @contextlib.contextmanager
-    def alone_with(path, *, wait):
-        assert path.name not in kept
-        yield is_mine.pop(0)
-
-    monkeypatch.setattr(tuning, "alone_with", alone_with)
-    tuned = tuned_by(data, config, out, trials=8)
-    assert repeated.pop(2) in repeated
-    assert len(repeated) == len(set(repeated))
-    assert len(repeated) == 3 * sum(bool(row["seeds"]) for row in tuned.result["table"])
-    assert kept.items() <= optuna_attrs(out).items()
-
-
-def optuna_attrs(out) -> dict:
-    return optuna.load_study(study_name="tune", storage=tuning._storage(out)).user_attrs
-
-
-@pytest.fixture
-def diverge(monkeypatch, fake):
-    """Has trials diverge whose configuration meets a condition."""
-    stock = fake.epochs
-
-    def diverge_where(condition):
-        def epochs(train, *rest):
-            if condition(train):
-                raise NotFiniteError("loss must stay finite. Received: loss nan")
-            yield from stock(train, *rest)
-
-        monkeypatch.setattr(fake, "epochs", epochs)
-
-    return diverge_where
-
-
-def test_a_trial_that_diverges_ends_alone(data, config, tmp_path, diverge):
-    diverge(lambda train: train.hyperparameters.clip is None)
-    tuned = tuned_by(data, config, tmp_path / "tune", trials=10, seeds=2)
-    diverged = [t for t in tuned.result["trials"] if not t["epochs"]]
-    assert len(diverged) >= 5
-    assert all("loss nan" in t["why"] for t in diverged)
-    assert tuned.train_config().hyperparameters.clip == "adaptive_column"
-    assert "diverged" in tuned.tables()
-    diverge(lambda train: True)
-    with pytest.raises(UserError, match="all of them diverged.*loss nan"):
-        tuned_by(data, config, tmp_path / "all", trials=7)
-
-
-def test_a_trial_that_diverges_from_another_seed_is_not_the_best(data, config, tmp_path, diverge):
-    first = tuned_by(data, config, tmp_path / "first", trials=8, seeds=2).result
-    best = first["table"][0]
-    values, seed = best["hyperparameters"], best["seeds"][0]
-    diverge(lambda train: (train.hyperparameters.to_dict(), train.seed) == (values, seed))
-    tuned = tuned_by(data, config, tmp_path / "tune", trials=8, seeds=2)
-    assert tuned.result["winner"] != first["winner"]
-    (row,) = (row for row in tuned.result["table"][1:] if row["number"] == first["winner"])
-    assert (row["mean"], row["aucs"].count(None), len(row["aucs"])) == (None, 1, 2)
-    assert "diverged, 1 of 2" in tuned.tables()
-
-
-def test_a_trial_that_gets_no_better_ends(data, tmp_path, fake):
-    config = TuneConfig(batch_size=256, network=NETWORK, base={}, epochs=9)
-    tuned = tuned_by(data, config, tmp_path / "tune", trials=7, seeds=1)
-    for trial in tuned.result["trials"]:
-        assert (trial["best_epoch"], len(trial["epochs"])) == (3, 4)
-        assert trial["why"] == "no better than before"
+# Budgets
 
 
 class Clock:
-    """Time that passes by the seconds that epochs say they take."""
+    """Time that passes by a minute an epoch."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
 
     def monotonic(self) -> float:
         return self.now
@@ -282,93 +222,115 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch, fake) -> Clock:
     clock = Clock()
-    stock = fake.epochs
-
-    def slow(*arguments):
-        for epoch in stock(*arguments):
-            clock.now += 60
-            yield {**epoch, "seconds": 60.0}
-
-    monkeypatch.setattr(fake, "epochs", slow)
+    monkeypatch.setattr(fake, "advance", lambda: clock.sleep(60))
     monkeypatch.setattr(tuning, "time", clock)
     return clock
 
 
-def test_a_budget_leaves_room_for_the_repeats(data, config, tmp_path, clock, capsys):
+@pytest.mark.parametrize(("budget", "least"), [(25.0, 0.6), (90.0, 0.9)])
+def test_a_budget_leaves_time_for_the_repeats(data, config, tmp_path, clock, capsys, budget, least):
     begun = clock.now
-    tuned = tuned_by(data, config, tmp_path / "tune", trials=40, budget=60.0, progress=True)
-    assert (clock.now - begun) / 60 == pytest.approx(60, rel=0.1)
+    tuned = tuned_by(data, config, tmp_path / "tune", trials=60, budget=budget, progress=True)
+    assert least <= (clock.now - begun) / 60 / budget <= 1.05
     ended = len(tuned.result["trials"])
-    assert ended < 14
-    out = capsys.readouterr().out
-    assert f"The budget ends the search after {ended} trials." in out
-    repeated = {row["what"]: len(row["aucs"]) for row in tuned.result["table"]}
-    assert repeated["best found"] == 3
-    best_rule = next(row for row in tuned.result["table"][1:] if row["rules"])
-    assert len(best_rule["aucs"]) == 3
+    assert f"The budget ends the search after {ended} trials." in capsys.readouterr().out
+    assert len(tuned.result["table"][0]["repeats"]) == 3
+
+
+@pytest.mark.parametrize("curve", [[None], [0.7, None]])
+def test_a_budget_is_kept_while_trials_diverge(data, config, tmp_path, fake, clock, curve):
+    fake.curve = lambda config: curve
     begun = clock.now
-    few = tuned_by(data, config, tmp_path / "few", trials=40, budget=20.0)
-    assert (clock.now - begun) / 60 == pytest.approx(20, rel=0.1)
-    assert len(few.result["table"][0]["seeds"]) == 3
-    assert few.result["not_tried"]
-    assert "Not tried, as the trials or the time were over: " in few.tables()
+    with pytest.raises(UserError, match="no stable trial"):
+        tuned_by(data, config, tmp_path / "tune", trials=400, budget=10.0)
+    assert 8 <= (clock.now - begun) / 60 <= 10
+
+
+def test_a_budget_is_kept_while_repeats_diverge(data, config, tmp_path, fake, clock):
+    fake.curve = lambda config: [0.7, 0.71, 0.72 if config.seed == 1234 else None]
+    begun = clock.now
+    with pytest.raises(UserError, match="no stable trial"):
+        tuned_by(data, config, tmp_path / "tune", trials=400, budget=60.0)
+    assert (clock.now - begun) / 60 <= 60
 
 
 def test_a_budget_that_is_none(data, config, tmp_path):
     with pytest.raises(UserError, match="budget must be positive minutes"):
-        tuned_by(data, config, tmp_path / "tune", trials=7, budget=0.0)
+        tuned_by(data, config, tmp_path / "tune", budget=0.0)
+
+
+# Resuming
+
+
+def test_a_study_in_two_parts_is_one(data, plain, tmp_path, fake):
+    whole = tuned_by(data, plain, tmp_path / "whole", trials=12)
+    fake.configs.clear()
+    tuned_by(data, plain, tmp_path / "tune", trials=9)
+    tuned = tuned_by(data, plain, tmp_path / "tune", trials=12)
+    assert [t["params"] for t in tuned.result["trials"]] == [
+        t["params"] for t in whole.result["trials"]
+    ]
+    assert tuned.result["winner"] == whole.result["winner"]
+    assert len(fake.configs) == 12 + sum(len(row["repeats"]) for row in tuned.result["table"])
+
+
+@pytest.mark.parametrize("number", [5, 9])  # a trial, and a repeat
+def test_interrupted_and_resumed(data, plain, tmp_path, fake, number):
+    out, curve = tmp_path / "tune", fake.curve
+
+    def interrupted(config):
+        if len(fake.configs) == number:
+            fake.stopping._received(15, None)
+        return curve(config)
+
+    fake.curve = interrupted
+    words = f"{min(number - 1, 7)} trials that have ended are kept. Resume with: the command"
+    with pytest.raises(Stopped, match=words) as error:
+        tuned_by(data, plain, out)
+    assert error.value.number == 15
+    with pytest.raises(UserError, match="did not end. Resume it: merlin-cowclip tune DATA --out"):
+        Tuned.open(out)
+    result = tuned_by(data, plain, out).result
+    assert len(result["trials"]) == 7
+    interrupted_one = fake.configs.pop(number - 1)
+    assert interrupted_one in fake.configs
+    assert len(fake.configs) == 7 + sum(len(row["repeats"]) for row in result["table"])
+    assert {f"portfolio {k}" for k in range(1, 8)} == {t["origin"] for t in result["trials"]}
+
+
+@pytest.mark.parametrize("name", ["tune", "repeats"])
+def test_a_trial_whose_process_died_is_tried_again(data, plain, tmp_path, fake, name, monkeypatch):
+    out = tmp_path / "tune"
+    monkeypatch.setattr(tuning, "_GRACE", 1)
+    monkeypatch.setattr(tuning, "_HEARTBEAT", 1)
+    tuned_by(data, plain, out, seeds=1)
+    study = optuna.load_study(study_name=name, storage=f"sqlite:///{out}/study.db")
+    if name == "repeats":
+        study.enqueue_trial({}, user_attrs={"trial": 1, "seed": 1235})
+    trial = study.ask()  # in progress, and no process trains it
+    if name == "tune":
+        dataclasses.replace(plain, rows=data.rows["train"]).suggest(trial)
+    study._storage.record_heartbeat(trial._trial_id)
+    time.sleep(1.5)
+    tuned = tuned_by(data, plain, out, trials=9, seeds=1)
+    assert len(tuned.result["trials"]) == 9
+    if name == "tune":
+        assert trial.params in [one["params"] for one in tuned.result["trials"][7:]]
+    else:
+        assert tuned.result["trials"][0]["repeats"]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"batch_size": 128}, "batch_size=256. Received: batch_size=128"),
-        (
-            {"network": {**NETWORK, "mlp": (4, 4)}},
-            r"network mlp=\[\S+\]. Received: network mlp=\[4, 4\]",
-        ),
+        ({"batch_size": 128}, "begun with batch_size=256, and this call has batch_size=128"),
+        ({"network": {**NETWORK, "mlp": (4, 4)}}, r"network=.*'mlp': \[8\].*'mlp': \[4, 4\]"),
     ],
 )
-def test_another_tune_is_refused(data, shared, config, change, words):
-    other = dataclasses.replace(config, **change)
-    with pytest.raises(UserError, match=f"with its own data and options, {words}"):
-        tuned_by(data, other, shared.path)
-
-
-def test_a_trial_whose_process_died_is_tried_again(data, config, tmp_path, fake, monkeypatch):
-    out = tmp_path / "tune"
-    monkeypatch.setattr(tuning, "_GRACE", 1)
-    monkeypatch.setattr(tuning, "_HEARTBEAT", 1)
-    tuned_by(data, config, out, trials=7, seeds=1)
-    study = optuna.load_study(study_name="tune", storage=tuning._storage(out))
-    trial = study.ask()  # in progress, and nobody is at it
-    dataclasses.replace(config, rows=data.rows["train"]).space.suggest(trial)
-    study._storage.record_heartbeat(trial._trial_id)
-    time.sleep(1.5)
-    tuned = tuned_by(data, config, out, trials=10, seeds=1)
-    assert len(tuned.result["trials"]) == 10
-    again = tuned.result["trials"][-1]  # after what waited
-    assert again["number"] > trial.number
-    assert again["hyperparameters"]["dense_lr"] == trial.params["dense_lr"]
-
-
-def test_without_a_base_the_portfolio_is_tried_first(data, tmp_path, fake):
-    config = TuneConfig(batch_size=256, network=NETWORK, epochs=4, rows=data.rows["train"])
-    tuned = tuned_by(data, config, tmp_path / "tune", trials=10, seeds=2)
-    trials = tuned.result["trials"]
-    points = [Point.from_dict(trial) for trial in trials]
-    assert points[:3] == config.portfolio[:3]
-    assert [len(t["epochs"]) for t in trials[:3]] == [p.max_epochs for p in config.portfolio[:3]]
-    for number in range(3, 9):
-        best = max(trials[:number], key=lambda trial: trial["auc"])
-        new = [p for p in config.after(Point.from_dict(best)) if p not in points[:number]]
-        assert points[number] == new[0]
-    assert trials[3]["step"] == "l2 × 4"
-    assert not any(t["rules"] for t in trials)
-    assert tuned.result["not_tried"] == []
-    spent = sum(len(t["epochs"]) for t in trials)
-    spent += sum(len(row["seeds"]) * row["best_epoch"] for row in tuned.result["table"])
-    assert f"as long as {spent} epochs of 1.0 s." in tuned.tables()
+def test_another_study_is_refused(data, plain, tmp_path, fake, change, words):
+    tuned_by(data, plain, tmp_path / "tune", trials=1, seeds=1)
+    with pytest.raises(UserError, match=words):
+        tuned_by(data, dataclasses.replace(plain, **change), tmp_path / "tune")
 
 
 # Trials that train
@@ -377,26 +339,32 @@ def test_without_a_base_the_portfolio_is_tried_first(data, tmp_path, fake):
 @pytest.mark.usefixtures("eager")
 @pytest.mark.filterwarnings("ignore:Even though the `tf.config.exp")
 class TestTrials:
-    def test_a_trial_is_what_train_does(self, data, tmp_path):
-        """On the same rows: AUC, log loss, calibration and training loss to the last digit."""
-        config = TuneConfig(batch_size=256, network=NETWORK, base={}, epochs=2, update="lazy")
-        trained = config.train_config(dataclasses.replace(config.rules["cowclip"], rates="falling"))
-        epochs = list(Trainers(data).epochs(trained, Stopping()))
+    @pytest.mark.parametrize("epochs", [2, 3])
+    def test_a_training_ends_where_the_trial_did(self, data, plain, tmp_path, epochs):
+        """After the last epoch of the trial's schedule or one before, with the same rates."""
+        params = {**plain.queue[0][0], "epochs": 3}
+        trial = list(Trainers(data).epochs(plain.train_config(params), Stopping()))
         tf.config.run_functions_eagerly(True)
-        checkpointing = CheckpointConfig(saved_model=False)
-        run = train(data, trained, tmp_path / "run", checkpointing=checkpointing, progress=False)
-        names = ("auc", "log_loss", "calibration")
-        for ours, theirs in zip(epochs, run.result["epochs"], strict=True):
-            assert [ours[name] for name in names] == [theirs[f"valid_{name}"] for name in names]
-            assert ours["train_loss"] == theirs["train_loss"]
+        run = train(data, plain.train_config(params, epochs), tmp_path / "run", progress=False)
+        assert [row["valid_auc"] for row in run.result["epochs"]] == pytest.approx(
+            [row["auc"] for row in trial[:epochs]]
+        )
+
+    def test_train_reaches_the_auc_of_the_trial(self, data, plain, tmp_path):
+        tuned = tuned_by(data, plain, tmp_path / "tune", trials=2, seeds=1)
+        argv = ["train", data.path, "--tuned", tuned.path, "--quiet", "--out", tmp_path / "run"]
+        assert main([*map(str, argv)]) == 0
+        run = Run.open(tmp_path / "run")
+        assert run.train_config() == tuned.train_config()
+        best = tuned.result["table"][0]
+        assert run.result["epochs"][-1]["valid_auc"] == pytest.approx(best["auc"])
 
     def test_a_diverging_trial_reports_why(self, data):
         config = TuneConfig(batch_size=256, network=NETWORK, base={"dense_lr": 1e25})
         with pytest.raises(NotFiniteError, match="must"):
-            list(Trainers(data).epochs(config.train_config(config.rules["none"]), Stopping()))
+            list(Trainers(data).epochs(config.rules["none"], Stopping()))
 
-    def test_a_trial_stops_after_the_current_update(self, data):
-        config = TuneConfig(batch_size=256, network=NETWORK, base={})
+    def test_a_trial_stops_after_the_current_update(self, data, config):
         stopping, updates = Stopping(), []
 
         def advance():
@@ -405,23 +373,16 @@ class TestTrials:
                 stopping._received(2, None)
 
         with pytest.raises(KeyboardInterrupt):
-            list(
-                Trainers(data).epochs(config.train_config(config.rules["none"]), stopping, advance)
-            )
+            list(Trainers(data).epochs(config.rules["none"], stopping, advance))
         assert len(updates) == 2
 
-    def test_train_takes_the_result_and_options_override_it(self, data, shared, tmp_path):
-        found = shared.train_config().hyperparameters
-        argv = ["train", data.path, "--tuned", shared.path, "--no-saved-model", "--quiet", "--out"]
-        argv = [*map(str, argv)]
-        assert main([*argv, str(tmp_path / "run")]) == 0
-        run = Run.open(tmp_path / "run")
-        assert run.train_config() == shared.train_config()
-        assert run.config["identity"] == shared.train_config().identity
-        assert len(run.result["epochs"]) == 3
-        options = ["--epochs", "1", "--seed", "5", "--rule", "sqrt", "--batch-size", "1024"]
-        assert main([*argv, str(tmp_path / "other"), *options]) == 0
-        config = Run.open(tmp_path / "other").train_config()
+    def test_options_override_the_result(self, data, plain, tmp_path, fake):
+        tuned = tuned_by(data, plain, tmp_path / "tune", trials=1, seeds=1)
+        found = tuned.train_config().hyperparameters
+        argv = ["train", data.path, "--tuned", tuned.path, "--quiet", "--out", tmp_path / "run"]
+        options = ["--epochs", 1, "--seed", 5, "--rule", "sqrt", "--batch-size", 1024]
+        assert main([*map(str, (*argv, *options))]) == 0
+        config = Run.open(tmp_path / "run").train_config()
         assert (config.epochs, config.seed, config.batch_size) == (1, 5, 1024)
         assert config.base == found
         assert config.hyperparameters.dense_lr == pytest.approx(2 * found.dense_lr)

@@ -80,7 +80,7 @@ def demo(out: Path, *, rows: int = ROWS) -> None:
     from merlin_cowclip.workflows.data.synthetic import write_synthetic
     from merlin_cowclip.workflows.folders import refuse_existing, refuse_pattern, remove
     from merlin_cowclip.workflows.study.report import compare
-    from merlin_cowclip.workflows.study.studies import few_steps
+    from merlin_cowclip.workflows.study.steps import few_steps
     from merlin_cowclip.workflows.training.configuration import TrainConfig
     from merlin_cowclip.workflows.training.train import train
 

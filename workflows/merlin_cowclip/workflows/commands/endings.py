@@ -26,7 +26,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _EXTRAS = {  # of pyproject.toml, by the module that is missing
     **dict.fromkeys(("tensorflow", "tf_keras", "absl"), "tensorflow"),
     **dict.fromkeys(("nvtabular", "dask", "distributed", "tqdm", "tomli"), "workflows"),
-    **dict.fromkeys(("sklearn", "optuna", "sqlalchemy", "jinja2", "matplotlib"), "workflows"),
+    **dict.fromkeys(
+        ("sklearn", "scipy", "optuna", "sqlalchemy", "jinja2", "matplotlib"), "workflows"
+    ),
 }
 _LONGEST_WORD, _LONGEST = 300, 1000  # characters of a message; a path may be 255 and more
 

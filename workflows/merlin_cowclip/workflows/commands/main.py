@@ -27,7 +27,7 @@ PROGRAM = "merlin-cowclip"
 COMMANDS = (
     *(data.prepare, data.frequencies, data.adopt, training.train, tuning.tune),
     *(prediction.evaluate, prediction.predict, serving.export),
-    *(studying.sweep, studying.report, demo.demo_command),
+    *(studying.batch_size, studying.sweep, studying.report, demo.demo_command),
 )
 
 

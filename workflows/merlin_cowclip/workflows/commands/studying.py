@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that compare runs: sweep, report."""
+"""The commands that compare runs: sweep, batch-size, report."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,124 +14,179 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from merlin_cowclip.plugins.scaling import K
 from merlin_cowclip.workflows.commands.options import (
-    NUMBERS,
     PATH,
     SIZES,
+    TYPES,
     Command,
     argument,
-    fields,
-    given,
     option,
     path,
     quiet,
 )
-from merlin_cowclip.workflows.commands.tuning import default_base, found_by
+from merlin_cowclip.workflows.commands.training import train_config
+from merlin_cowclip.workflows.commands.tuning import found_by
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import refuse_existing
-from merlin_cowclip.workflows.study.configuration import NETWORK
-from merlin_cowclip.workflows.study.studies import (
-    NETWORKS,
-    SEEDS,
-    STUDIES,
-    VALUES,
-    Setting,
-    batch_sizes,
-    of_tune,
-)
-from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.networks import NETWORKS as OPTIONS_OF
+from merlin_cowclip.workflows.training.configuration import TrainConfig, refuse_unknown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
-_BASE = "Hyperparameters at the first batch size, the base"
-_DOUBLED = "1024, doubled as long as the data allows"
-_OPTIONS = ("epochs", "update", *NETWORK, "dense_schedule", "embedding_schedule")
-_WHAT = "\n".join(f"  {study.name}: {study.title} ({study.paper})" for study in STUDIES.values())
+_PAPER = Path(__file__).parents[4] / "benchmarks" / "paper"  # in a checkout
+_KINDS: dict[str, Any] = {
+    **{field.name: TYPES.get(field.metadata["kind"]) for field in dataclasses.fields(TrainConfig)},
+    **{"tuned": PATH, "config": PATH, "preset": click.STRING},
+}
+"""Options that a grid may have, and how they are read."""
+
+jobs = option("--jobs", type=int, default=1, metavar="N", help="runs trained at a time")
+as_json = option("--json", is_flag=True, help="print the result as JSON")
+
+
+@click.command(cls=Command, example="sweep data grid.toml --out sweep --jobs 2")
+@argument("data", type=PATH)
+@argument("grid", metavar="GRID.toml|paper:NAME")
+@path("--out", "SWEEP", "folder of the runs", required=True)
+@jobs
+@as_json
+@quiet
+def sweep(data: Path, grid: str, out: Path, **values: Any) -> None:
+    """Train all runs of a grid, and print their table.
+
+    GRID.toml has the tables [fixed], options of every run, [grid], a list of values for each
+    option, and [[points]], options that change together. Their names are the options of train.
+    paper:NAME is a grid of benchmarks/paper. Run it again to resume it; grids in one folder share
+    runs of the same configuration.
+    """
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
+
+    opened, (name, runs) = PreparedData.open(data), read_grid(grid)
+    configs = configurations(runs, opened, grid)
+    from merlin_cowclip.workflows.study.comparison import Comparison
+    from merlin_cowclip.workflows.study.report import runs_of
+    from merlin_cowclip.workflows.study.sweep import sweep
+
+    progress = not values["quiet"] and not values["json"]
+    command = shlex.join(["merlin-cowclip", *sys.argv[1:]])
+    sweep(opened, configs, out, name=name, jobs=values["jobs"], command=command, progress=progress)
+    found = Comparison.of(runs_of(out)[name][0])
+    print(json.dumps(found.to_list(), indent=2) if values["json"] else found.table())
+
+
+def read_grid(grid: str) -> tuple[str, list[dict[str, Any]]]:
+    """The name of a grid, and the options of its runs, by name as `train` takes them."""
+    file = Path(grid)
+    if grid.startswith("paper:"):
+        file = _PAPER / f"{grid.removeprefix('paper:')}.toml"
+        if not file.exists():
+            known = ", ".join(sorted(one.stem for one in _PAPER.glob("*.toml")))
+            raise UserError(
+                f"no grid '{grid}'. In a checkout, benchmarks/paper has "
+                f"{known or 'them; this installation has none. Clone the repository, or copy one'}"
+            )
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the grid {file}: {error}") from None
+    refuse_unknown(f"the grid {file}", tables, ("fixed", "grid", "points"))
+    fixed, lists, points = (tables.get(name, {}) for name in ("fixed", "grid", "points"))
+    refuse_unknown(f"[grid] of {file}", lists, list(_KINDS))
+    if bad := [
+        name for name, values in lists.items() if not isinstance(values, list) or not values
+    ]:
+        raise UserError(f"[grid] of {file} needs a list of values. Received: {bad[0]}")
+    if not isinstance(points, list) and points:
+        raise UserError(f"[[points]] of {file} must be tables. Received: {points!r}")
+    values = [dict(zip(lists, one, strict=True)) for one in itertools.product(*lists.values())]
+    runs = []
+    for point, one in itertools.product(points or [{}], values):
+        for what, table in (("[fixed]", fixed), ("[[points]]", point)):
+            refuse_unknown(f"{what} of {file}", table, list(_KINDS))
+        if twice := [name for name in one if name in fixed or name in point]:
+            raise UserError(f"{twice[0]} is in two tables of {file}. Take one out")
+        runs.append({**fixed, **point, **one})
+    return file.stem, runs
+
+
+def configurations(
+    runs: Sequence[Mapping[str, Any]], data: PreparedData, grid: str
+) -> list[TrainConfig]:
+    """What `train` makes of the options of each run, text as on the command line; each once."""
+    none = {**dict.fromkeys([*_KINDS, "warm_start"]), "keep_optimizer": False}
+    found: list[TrainConfig] = []
+    for run in runs:
+        try:
+            options = {
+                name: _KINDS[name].convert(value, None, None) if isinstance(value, str) else value
+                for name, value in run.items()
+            }
+        except click.UsageError as error:
+            raise UserError(f"{grid}: {error.message}") from None
+        config, _ = train_config({**none, **options}, data)
+        if config not in found:
+            found.append(config)
+    return found
 
 
 @click.command(
+    "batch-size",
     cls=Command,
-    example="sweep scaling-rules data --out sweep --batch-sizes 1K,4K,16K",
-    help="Train all runs of a study, and print its table.\n\nRun it again to "
-    "resume it. Studies in one folder share runs of the same configuration. The "
-    f"studies:\n\n\b\n{_WHAT}",
+    example="batch-size data --tuned tune --batch-sizes 1K,4K,16K --out sizes",
 )
-@argument("study", type=click.Choice([*STUDIES]))
 @argument("data", type=PATH)
+@path("--tuned", "TUNE", "tuning study with the hyperparameters to scale by √", required=True)
+@option("--batch-sizes", type=SIZES, help="samples per update", required=True)
 @path("--out", "SWEEP", "folder of the runs", required=True)
-@option("--batch-sizes", type=SIZES, help="samples per update, the base first", shown=_DOUBLED)
-@option("--seeds", type=NUMBERS, help="one run per seed", shown="1234,1235,1236")
-@path("--tuned", "TUNE", "scaling-rules: a tune as one more row; may be repeated", multiple=True)
-@option("--jobs", type=int, default=1, metavar="N", help="runs trained at a time")
+@option("--seeds", type=int, default=3, metavar="K", help="runs at each batch size")
+@option(
+    "--tolerance",
+    type=float,
+    default=0.001,
+    metavar="X",
+    help="AUC by which the target is below the smallest batch's AUC",
+)
+@jobs
+@as_json
 @quiet
-@fields(TrainConfig, "epochs", "update")
-@path("--base", "TUNE0", "a tune at the first batch size, and its network", group=_BASE)
-@fields(TrainConfig, *VALUES, group=_BASE, dense_lr="each rule's own; Avazu: the paper's")
-@fields(TrainConfig, "dense_schedule", "embedding_schedule", group=_BASE)
-@fields(TrainConfig, *NETWORK)
-def sweep(study: str, data: Path, out: Path, **values: Any) -> None:
-    """Train all runs of a study, and print its table."""
-    if values["tuned"] and study != "scaling-rules":
-        raise UserError(f"--tuned is for the study scaling-rules. Received: {study}. Leave it out")
-    taken = {option for network in NETWORKS for option in OPTIONS_OF[network]}
-    others = [name for name in given(values, NETWORK) if name not in taken]
-    if others and study in ("networks", "time"):
-        raise UserError(
-            f"{study} trains {', '.join(NETWORKS)}. Received: --{others[0].replace('_', '-')}. "
-            "Leave it out"
-        )
+def batch_size(data: Path, tuned: Path, batch_sizes: list[int], out: Path, **values: Any) -> None:
+    """Measure how large a batch the data can take.
+
+    Scales tuned hyperparameters to each batch size, trains to the end, and prints the AUC, the
+    epochs to a target AUC, and the critical batch size. Run it again to resume it.
+    """
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
     opened = PreparedData.open(data)
-    setting, source = _setting(values, opened)
-    from merlin_cowclip.workflows.study.sweep import sweep
+    config = found_by(tuned, opened)
+    from merlin_cowclip.workflows.study.batch_size import batch_size, text
 
-    command, progress = shlex.join(["merlin-cowclip", *sys.argv[1:]]), not values["quiet"]
-    options: dict[str, Any] = {"command": command, "base": source, "progress": progress}
-    print(sweep(STUDIES[study], opened, out, setting, jobs=values["jobs"], **options))
-
-
-def _setting(values: Mapping[str, Any], data: PreparedData) -> tuple[Setting, str]:
-    """What the options say, and where its base comes from."""
-    options, numbers = given(values, _OPTIONS), given(values, VALUES)
-    tuned = None if values["base"] is None else found_by(values["base"], data)
-    base = K if tuned is None else tuned.batch_size
-    sizes = values["batch_sizes"] or batch_sizes(base, data.rows["train"])
-    if tuned is None:
-        found, source = default_base(data, sizes[0], numbers)
-        if not numbers:
-            source += ", not tuned for this data. Give --dense-lr, --embedding-lr, --l2, or --base"
-    else:
-        found, options = of_tune(tuned, sizes[0], options)
-        source = "; ".join([f"values of {values['base']}", *(f"{n} as given" for n in numbers)])
-    tunes = [found_by(path, data) for path in values["tuned"]]
-    seeds = values["seeds"] or SEEDS
-    return Setting(sizes, {**found, **numbers}, options, seeds, tunes), source
+    more = {name: values[name] for name in ("seeds", "tolerance", "jobs")}
+    more["progress"] = not values["quiet"] and not values["json"]
+    more["command"] = shlex.join(["merlin-cowclip", *sys.argv[1:]])
+    found = batch_size(opened, config, batch_sizes, out, **more)
+    print(json.dumps(found, indent=2) if values["json"] else text(found))
 
 
 @click.command(cls=Command, example="report sweep")
 @argument("runs", type=PATH, nargs=-1, required=True, metavar="SWEEP|RUN...")
-@path("--out", "HTML", "page to write, of runs", shown="report.html")
+@path("--out", "HTML", "page to write", shown="SWEEP/report.html, or report.html")
 def report(runs: Sequence[Path], out: Path | None) -> None:
-    """Write a page on a sweep's studies, or one that compares runs.
+    """Compare runs: print a table, and write a page.
 
-    For a sweep, writes SWEEP/report.html: each study's table next to the paper's numbers,
-    plots, and a verdict. For runs, writes a page that compares them, which must not exist.
+    Runs are grouped by the options that differ, and paired by seed. One SWEEP has a section for
+    each of its grids; several folders are compared in one.
     """
     if missing := [path for path in runs if not path.is_dir()]:
         raise UserError(f"no folder '{missing[0]}'. Name a sweep's folder, or runs")
-    from merlin_cowclip.workflows.study.report import HTML, compare, report
-    from merlin_cowclip.workflows.training.runs import CONFIG
+    from merlin_cowclip.workflows.study.report import report
 
-    if len(runs) == 1 and not (runs[0] / CONFIG).exists():
-        if out is not None:
-            raise UserError("--out is for a page of runs; a sweep's is SWEEP/report.html")
-        print(report(runs[0]))
-        return
-    out = out or Path(HTML)
-    refuse_existing(out, "file")
-    names = {run.name: run for run in runs}
-    print(compare(names if len(names) == len(runs) else {str(run): run for run in runs}, out))
+    if out is not None:
+        refuse_existing(out, "file")
+    page, text = report(*runs, out=out)
+    print(f"{text}\n\n{page}")

@@ -26,7 +26,7 @@ from merlin_cowclip.workflows.commands.options import (
 )
 from merlin_cowclip.workflows.errors import UserError, check_whole, clipped
 from merlin_cowclip.workflows.folders import refuse_existing
-from merlin_cowclip.workflows.study.studies import few_steps
+from merlin_cowclip.workflows.study.steps import few_steps
 from merlin_cowclip.workflows.training.configuration import (
     BASE_FIELDS,
     GROUP,

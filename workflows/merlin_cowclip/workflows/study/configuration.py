@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a tuning study, checked, and the points that it tries first. Pure Python."""
+"""What a tuning study searches, and what it tries first. Pure Python."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,33 +13,35 @@ from typing import Any
 from merlin_cowclip.plugins._checks import make_plain
 from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.study.search_space import Point, SearchSpace
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields, refuse_unknown
+from merlin_cowclip.workflows.training.learning_rates import TO_ZERO
 from merlin_cowclip.workflows.training.networks import OPTIONS
 
 NETWORK = ("model", *OPTIONS)
-"""The keys of `TrainConfig` that say which network is trained."""
+"""The keys of `TrainConfig` that describe the network."""
 
-_DECAY = {"name": "linear", "to": 0.0}
-_STEPS = (
-    *(("l2", 4.0), ("l2", 0.25), ("embedding_lr", 2.0), ("embedding_lr", 0.5)),
-    *(("dense_lr", 2.0), ("dense_lr", 0.5)),
-)
-_FIRST = 3  # settings of the portfolio that are tried before the search
+CHOICES: Mapping[str, tuple[Any, Any]] = {
+    "clip": ("none", "adaptive_column"),
+    "update": ("exact", "lazy"),
+    "decay": (False, True),
+}
+RANGES: Mapping[str, tuple[float, float]] = {
+    "dense_lr": (1e-4, 3e-2),
+    "embedding_lr": (1e-4, 1e-1),
+    "l2": (1e-8, 1e-2),
+    "init_stddev": (1e-4, 1e-1),
+    "clip_ratio": (1e-3, 1e1),
+    "clip_floor": (1e-6, 1e-2),
+    "warmup_epochs": (0.0, 2.0),
+}
+"""All but the warm-up are searched logarithmically, and grow to contain the first trials."""
 
+_MAY_BE_ZERO = ("l2", "clip_floor")  # which a parameter below the range means
+_OF_CLIP = ("clip_ratio", "clip_floor")
+_STEPS = [(name, by) for name in ("l2", "embedding_lr", "dense_lr") for by in (2.0, 0.5)]
 
-def network_of(found: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The network that values were tuned for, by `NETWORK`; refuses that `given` is another."""
-    its = {"model": found.model, **found.network_options}
-    for name in its:
-        value = given.get(name, its[name])
-        if (tuple(value) if isinstance(value, list) else value) != its[name]:
-            raise UserError(
-                f"what was tuned must be of the same network. Received: {name}={its[name]!r}, "
-                f"tuned at {found.batch_size:,}, and {name}={value!r} for its values. Give the "
-                "options that were tuned with, or another tune"
-            )
-    return its
+Params = dict[str, Any]
+"""A point of the search: Optuna's parameters, by the names of `RANGES`, `CHOICES`, and "epochs"."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,35 +49,28 @@ class TuneConfig:
     """What a tuning study searches; `dataclasses.asdict` is fit for JSON.
 
     Attributes:
-      batch_size: samples per update, B, at which the values are searched.
-      network: which network, by `TrainConfig`'s names: ``{"model": "dcn", "mlp": (128,)}``; of a
-        base that another tune found, its own.
-      base: values tuned at ``base["batch_size"]`` (1024 if it is not named), by `Hyperparameters`'
-        names; what is left out is each rule's recipe. Or what another tune found, its
-        `Tuned.train_config()`, with its network, update, rates and epochs. Without a base no rule
-        is tried.
-      try_rules: which rules predict points from the base, in this order.
-      update: "exact" or "lazy", of the rules' points; both are searched.
-      rates: "constant" or "falling", of the rules' points; both are searched.
-      rule_epochs: how many the rules' points are trained, or `None` for the most.
+      batch_size: samples per update at which hyperparameters are searched.
+      network: options of `TrainConfig`, such as ``{"model": "dcn"}``; by default a tuned base's.
+      base: hyperparameters tuned at ``base["batch_size"]`` (default: 1024), by `Hyperparameters`'
+        names; each rule's recipe has the rest. Or the result of another study, its
+        `Tuned.train_config()`. Without a base no rule is tried.
+      update, rule_epochs: of the rules' trials (default: "exact", `epochs`); both are searched.
       epochs: the most that a trial trains.
-      rows: of the training part, by which the portfolio's λ is scaled; `tune` takes the data's.
-      seed: of the hold-out, the search, and all trials' weights and order.
-      deterministic: as `TrainConfig`'s.
+      steps: whether λ and learning rates near the best trial's are tried before TPE's proposals.
+      rows: training rows, which scale the portfolio's λ; `tune` takes the data's.
+      seed: of the hold-out, the search, and the weights and row order of trials.
+      deterministic: as in `TrainConfig`.
 
-    Raises:
-      UserError: a value out of range, another network than that of a base that was tuned, or a
-        base with schedules or clipped tables that no tune searches.
+    Raises a UserError for a value out of range, or a base with what is not searched.
     """
 
     batch_size: int = 1024
     network: Mapping[str, Any] = field(default_factory=dict)
     base: Mapping[str, Any] | Hyperparameters | TrainConfig | None = None
-    try_rules: Sequence[str] = tuple(SCALING_RULES)
     update: str = "exact"
-    rates: str = "constant"
     rule_epochs: int | None = None
     epochs: int = 10
+    steps: bool = False
     rows: int | None = None
     seed: int = 1234
     deterministic: bool = True
@@ -89,110 +83,115 @@ class TuneConfig:
                 object.__setattr__(self, name, value)
         elif isinstance(self.base, Hyperparameters):
             object.__setattr__(self, "base", self.base.to_dict())
-        try:
-            _ = self.space
-        except ValueError as error:
-            raise UserError(str(error)) from None
-        options = self.train_config(next(iter(self.queue))).to_dict()  # with all defaults
+        options = self.train_config(self.queue[0][0]).to_dict()  # with all defaults
         object.__setattr__(self, "network", {name: options[name] for name in NETWORK})
 
     @functools.cached_property
-    def rules(self) -> dict[str, Point]:
-        """By rule the point that it predicts from the base, as `train --rule` would take it."""
+    def rules(self) -> dict[str, TrainConfig]:
+        """The training that each rule predicts from the base, as `train --rule` has it."""
         if self.base is None:
             return {}
         assert not isinstance(self.base, TrainConfig)  # replaced by `__post_init__`
         own = {**self._shared(), **base_fields(self.base)}
-        values = {rule: TrainConfig(**own, rule=rule).hyperparameters for rule in self.try_rules}
-        epochs = min(self.rule_epochs or self.epochs, self.epochs)
-        return {rule: Point(hp, self.update, self.rates, epochs) for rule, hp in values.items()}
+        own["epochs"] = min(self.rule_epochs or self.epochs, self.epochs)
+        return {rule: TrainConfig(**own, rule=rule) for rule in SCALING_RULES}
 
     @functools.cached_property
-    def queue(self) -> dict[Point, dict[str, Any]]:
-        """The points to try first, each once → where they come from: `rules` or `portfolio`.
-
-        These are the rules' points, the default rule's first, and the first three of the portfolio.
-        """
-        queue: dict[Point, dict[str, Any]] = {}
-        for rule, point in self.rules.items():
-            queue.setdefault(point, {"rules": []})["rules"].append(rule)
-        for number, point in enumerate(self.portfolio[:_FIRST], 1):
-            queue.setdefault(point, {"portfolio": number})
-        return queue
-
-    def after(self, best: Point) -> dict[Point, dict[str, Any]]:
-        """The points to try once the queue is over: steps from the best, the rest of the portfolio.
-
-        λ matters most, then the embedding rate. As each better point has steps of its own, this is
-        a pattern search (Hooke and Jeeves 1961); a value outside of its range is left out.
-        """
-        hp, points = best.hyperparameters, dict[Point, dict[str, Any]]()
-        for name, factor in _STEPS:
-            value, (low, high) = factor * getattr(hp, name), self.space.ranges[name]
-            if low <= value <= high:
-                step = dataclasses.replace(best, hyperparameters=hp.replace(**{name: value}))
-                points[step] = {"step": f"{name} × {factor:g}"}
-        return points | {point: {"portfolio": n} for n, point in enumerate(self.portfolio, 1)}
-
-    @property
-    def min_trials(self) -> int:
-        """How many points the rules predict; at least 1."""
-        return max(len({*self.rules.values()}), 1)
-
-    @functools.cached_property
-    def portfolio(self) -> list[Point]:
-        """Points that were best on data of other kinds, by `benchmarks/portfolio.py`.
-
-        λ times the training rows stays constant (docs/internals/portfolio.md).
-        """
+    def portfolio(self) -> list[TrainConfig]:
+        """The settings that won on other data sets, chosen by `benchmarks/portfolio.py`."""
         text = Path(__file__).with_name("portfolio.json").read_text(encoding="utf-8")
-        points = []
-        for one in json.loads(text):
-            point = Point.from_dict(one)
-            l2 = point.hyperparameters.l2 * one["rows"] / (self.rows or one["rows"])
-            points.append(self.adapted(point, l2=l2))
-        return points
+        return [self.adapted(one) for one in json.loads(text)]
 
-    def adapted(self, point: Point, **changes: Any) -> Point:
-        """A point at this batch size, with changed values, for no more epochs than trials train."""
-        values = point.hyperparameters.replace(batch_size=self.batch_size, **changes)
-        epochs = min(point.max_epochs, self.epochs)
-        return dataclasses.replace(point, hyperparameters=values, max_epochs=epochs)
+    def adapted(self, found: Mapping[str, Any]) -> TrainConfig:
+        """A setting of other data at this batch size, with λ times the training rows constant."""
+        hp = Hyperparameters(**found["hyperparameters"])
+        l2 = hp.l2 * found["rows"] / (self.rows or found["rows"])
+        own = {**self._shared(), **base_fields(hp.replace(batch_size=self.batch_size, l2=l2))}
+        own |= {"update": found["update"], "epochs": min(found["epochs"], self.epochs)}
+        return TrainConfig(**own, rule="none")
 
     @functools.cached_property
-    def space(self) -> SearchSpace:
-        """What is searched, with every point of the queue and the portfolio in it."""
-        return SearchSpace(self.batch_size, [*self.queue, *self.portfolio], self.epochs)
+    def queue(self) -> list[tuple[Params, str]]:
+        """What is tried first, each once, and its origin: the rules, then the portfolio."""
+        portfolio = {f"portfolio {n}": config for n, config in enumerate(self.portfolio, 1)}
+        origins: dict[str, list[str]] = {}
+        for origin, config in {**self.rules, **portfolio}.items():
+            origins.setdefault(json.dumps(self.params(config)), []).append(origin)
+        return [(json.loads(params), ", ".join(names)) for params, names in origins.items()]
 
-    def train_config(self, point: Point) -> TrainConfig:
-        """The training of a point; with fewer `epochs` in its place the decay is the same."""
-        own = {**self._shared(), **base_fields(point.hyperparameters)}
-        own |= {"update": point.update, "epochs": point.max_epochs}
-        if point.rates == "falling":
-            decay = {**_DECAY, "epochs": float(point.max_epochs)}
-            own |= {"dense_schedule": decay, "embedding_schedule": decay}
-        return TrainConfig(**own, rule="none")
+    def steps_from(self, best: Params) -> Iterator[tuple[Params, str]]:
+        """The steps of a pattern search (Hooke and Jeeves 1961) in the ranges, if switched on."""
+        for name, factor in _STEPS if self.steps else ():
+            if self.ranges[name][0] <= factor * best[name] <= self.ranges[name][1]:
+                yield {**best, name: factor * best[name]}, f"{name} × {factor:g}"
+
+    @functools.cached_property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """`RANGES` that contain the first trials."""
+        starts = [_values(config) for config in (*self.rules.values(), *self.portfolio)]
+        found = {name: [one[name] for one in starts if one[name] > 0] for name in RANGES}
+        return {n: (min(low, *found[n]), max(high, *found[n])) for n, (low, high) in RANGES.items()}
+
+    def params(self, config: TrainConfig) -> Params:
+        """The parameters of a training; `train_config` is the inverse."""
+        values = _values(config)
+        for name in _MAY_BE_ZERO:
+            values[name] = values[name] or self.ranges[name][0] / 10
+        unused = _OF_CLIP if values["clip"] == "none" else ()
+        return {n: values[n] for n in (*CHOICES, *RANGES, "epochs") if n not in unused}
+
+    def suggest(self, trial: Any) -> Params:
+        """The parameters of a new trial of Optuna."""
+        params = {name: trial.suggest_categorical(name, CHOICES[name]) for name in CHOICES}
+        for name, (low, high) in self.ranges.items():
+            if name not in _OF_CLIP or params["clip"] != "none":
+                least = low / 10 if name in _MAY_BE_ZERO else low
+                log = name != "warmup_epochs"
+                params[name] = trial.suggest_float(name, least, high, log=log)
+        return {**params, "epochs": trial.suggest_int("epochs", 1, self.epochs, log=True)}
+
+    def train_config(self, params: Params, epochs: int | None = None) -> TrainConfig:
+        """The training of some parameters; if it stops after `epochs`, its schedule is the same."""
+        values = {name: params[name] for name in ("clip", "update", *RANGES) if name in params}
+        for name in _MAY_BE_ZERO:
+            if name in values and values[name] < self.ranges[name][0]:
+                values[name] = 0.0
+        own = {**self._shared(), **values, "epochs": epochs or params["epochs"]}
+        if params["decay"]:
+            end = None if own["epochs"] == params["epochs"] else float(params["epochs"])
+            own["dense_schedule"] = own["embedding_schedule"] = {**TO_ZERO, "epochs": end}
+        return TrainConfig(**own, rule="none", base_batch_size=self.batch_size)
 
     def _shared(self) -> dict[str, Any]:
         names = ("batch_size", "update", "epochs", "seed", "deterministic")
         return {**self.network, **{name: getattr(self, name) for name in names}}
 
 
+def _values(config: TrainConfig) -> dict[str, Any]:
+    """All that is searched, by name, checked."""
+    hp = config.hyperparameters.to_dict()
+    values = {**hp, "clip": config.clip, "update": config.update, "epochs": config.epochs}
+    for name, choices in CHOICES.items():
+        if values[name] not in choices:
+            known = ", ".join(map(str, choices))
+            raise UserError(f"tune searches {name} among {known}. Received: {values[name]!r}")
+    if not values["init_stddev"]:
+        raise UserError("tune searches a positive init_stddev. Received: 0")
+    return values
+
+
 def _from_tuned(found: TrainConfig, network: Mapping[str, Any]) -> dict[str, Any]:
-    """What another tune found, by the names of `TuneConfig`; refuses what no tune searches."""
+    """The result of another study, by the names of `TuneConfig`."""
     dense: Any = found.dense_schedule
-    decays = found.schedules()["dense_schedule"] == {**_DECAY, "epochs": None}
-    is_searched = dense == found.embedding_schedule and (dense is None or decays)
-    if found.clip_tables is not None or not is_searched:
+    decays = found.schedules()["dense_schedule"] == TO_ZERO
+    if found.clip_tables or dense != found.embedding_schedule or not (decays or dense is None):
         raise UserError(
-            "base must have what a tune searches: learning rates that are constant or both fall in "
-            "a straight line to 0, and all tables clipped alike. Give its hyperparameters alone, "
-            "as base=config.hyperparameters"
+            "tune searches one clip for all tables, and rates that are constant or both decay "
+            "linearly to 0; the base has others. Pass base=config.hyperparameters"
         )
     return {
-        "network": {**network_of(found, network), **network},
-        "base": found.hyperparameters.to_dict(),
+        "network": {"model": found.model, **found.network_options, **network},
+        "base": found.hyperparameters.replace(decay=decays).to_dict(),
         "update": found.update,
-        "rates": "falling" if decays else "constant",
-        "rule_epochs": int(dense["epochs"] or found.epochs) if decays else found.epochs,
+        "rule_epochs": int((decays and dense["epochs"]) or found.epochs),
     }

@@ -15,20 +15,15 @@ from merlin_cowclip.workflows.data.prepare.split import latest
 from merlin_cowclip.workflows.data.prepared_data import ORDER, PARTS, PreparedData, write_record
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing
-from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.runs import identity_of
 
 
-def hold_out(
-    data: PreparedData, share: float, seed: int, out: str | Path, *, progress: bool = True
-) -> PreparedData:
+def hold_out(data: PreparedData, share: float, seed: int, out: str | Path) -> PreparedData:
     """Write prepared data whose validation part is held out of the source's training part.
 
     By the kind of the source's split: rows at random, the last rows, or those with the latest
-    times. The order is the source's, and its test part is left out.
-
-    ``share`` is between 0 and 1; ``out`` must not exist. Raises UserError if one of the two parts
-    would have only one label, or no row; nothing is left behind.
+    times. The order is the source's, and its test part is left out. A UserError if one of the two
+    parts would have only one label, or no row.
     """
     counts = {key: dict.fromkeys(PARTS, 0) for key in ("rows", "positives")}
     split, total = data.spec.split, data.rows["train"]
@@ -47,35 +42,28 @@ def hold_out(
         for part in PARTS:
             (folder / part).mkdir()
         seen, columns = 0, [data.spec.label, *data.spec.fields]
-        with progress_bar("hold out", total, show=progress) as bar:
-            for path in data.train_files:
-                with pq.ParquetFile(path) as file:
-                    for batch in file.iter_batches(ROW_GROUP_ROWS, columns=columns):
-                        mask = held_out[seen : seen + len(batch)]
-                        for part, kept in (("train", ~mask), ("valid", mask)):
-                            rows = pa.Table.from_batches([batch]).filter(pa.array(kept))
-                            counts["rows"][part] += len(rows)
-                            labels = rows[data.spec.label].to_numpy()
-                            counts["positives"][part] += int(np.count_nonzero(labels))
-                            if len(rows):
-                                pq.write_table(rows, folder / part / f"part-{seen:012}.parquet")
-                        seen += len(batch)
-                        bar.update(len(batch))
-        for part, what in (("valid", "held-out"), ("train", "other")):
+        for path in data.train_files:
+            with pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(ROW_GROUP_ROWS, columns=columns):
+                    mask = held_out[seen : seen + len(batch)]
+                    for part, kept in (("train", ~mask), ("valid", mask)):
+                        rows = pa.Table.from_batches([batch]).filter(pa.array(kept))
+                        counts["rows"][part] += len(rows)
+                        labels = rows[data.spec.label].to_numpy()
+                        counts["positives"][part] += int(np.count_nonzero(labels))
+                        if len(rows):
+                            pq.write_table(rows, folder / part / f"part-{seen:012}.parquet")
+                    seen += len(batch)
+        for part in ("valid", "train"):
             clicks, rows = counts["positives"][part], counts["rows"][part]
             if not 0 < clicks < rows:
-                raise UserError(
-                    f"the {what} rows must have labels of 0 and of 1. Received: {clicks:,} clicks "
-                    f"in {rows:,} of {total:,} rows of {data.path}. Choose another seed, or "
-                    "prepare with a validation part"
+                what = (
+                    f"a {part} part held out of {data.path} has {clicks:,} clicks in {rows:,} rows"
                 )
-        derived_from = {
-            "path": str(data.path.absolute()),
-            "data_sha256": identity_of(data),
-            "held_out": float(share),
-            "seed": int(seed),
-        }
+                raise UserError(f"{what}. Prepare with a validation part: --valid 0.1")
         record = {key: value for key, value in data.record.items() if key != "files"}
         record |= {"rows": counts["rows"], "report": {**data.report, **counts}}
-        write_record(folder, {**record, "derived_from": derived_from})
+        source = {"path": str(data.path.absolute()), "data_sha256": identity_of(data)}
+        record["derived_from"] = {**source, "held_out": float(share), "seed": int(seed)}
+        write_record(folder, record)
     return PreparedData.open(out)

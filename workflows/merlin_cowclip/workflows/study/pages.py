@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page that `report` and `demo` write: one HTML file that needs no network."""
+"""The page that `report`, `batch-size` and `demo` write: one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class Cell(NamedTuple):
     text: str
     small: str = ""
     links: Sequence[str] = ()
-    kind: str = ""  # its CSS class: "paper" for a number that is not ours
 
 
 Row = Sequence[str | Cell]
@@ -39,7 +38,6 @@ class Section:
 
     name: str  # its anchor
     title: str
-    paper: str = ""  # where the paper asks it
     runs: str = ""  # how many have ended
     verdict: str = ""
     doubt: str = ""  # why there is no verdict

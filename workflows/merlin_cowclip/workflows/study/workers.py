@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
-from merlin_cowclip.workflows.folders import all_or_nothing, remove, write_json
+from merlin_cowclip.workflows.folders import remove, write_json
 from merlin_cowclip.workflows.training.configuration import CheckpointConfig, TrainConfig
 from merlin_cowclip.workflows.training.runs import CHECKPOINTS, CONFIG, RESULT
 
@@ -136,6 +136,6 @@ def _train_or_resume(task: Task) -> None:
             )
         remove(task.run / CHECKPOINTS)
     except NotFiniteError as error:
-        remove(task.run)
-        with all_or_nothing(task.run) as folder:
-            write_json(folder / DIVERGED, {"config": task.config, "message": str(error)})
+        remove(task.run / CHECKPOINTS)
+        task.run.mkdir(exist_ok=True)
+        write_json(task.run / DIVERGED, {"config": task.config, "message": str(error)})
