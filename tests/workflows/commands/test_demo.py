@@ -106,7 +106,7 @@ def test_single_runs_are_compared(shown, results, tmp_path):
         assert f"{100 * run.result['auc']:.3f}" in text
     assert all((tmp_path / link).is_file() for link in Page(text).links)
     assert re.search(r"\| clip \| none \| adaptive_column \|", text)
-    assert "No verdict: some groups have 1 seed. 3 are needed" in text
+    assert "No verdict: at batch size" in text
 
 
 def test_an_error_leaves_nothing(tmp_path, monkeypatch):

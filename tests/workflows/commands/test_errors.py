@@ -107,7 +107,7 @@ REFUSED = {
     f"{TUNE} --batch-size 138": "must not exceed the training rows … 138, 126 rows … smaller",
     f"{TUNE} --batch-size 64 --base NOWHERE": "NOWHERE is no tuning study",
     f"{TUNE} --batch-size 64 --base NOWHERE --l2 1": "--base excludes the other … Leave one out",
-    "tune DATA --batch-size 64 --quiet --out RUN": "no tuning study: … to begin one a new folder",
+    "tune DATA --batch-size 64 --quiet --out RUN": "no tuning study: … or a new folder",
     # sweep, batch-size, report
     "sweep DATA LOG --out OUT": "cannot read the grid LOG",
     "sweep DATA paper:table3 --out OUT": "no grid 'paper:table3' … table1, table12, table2",

@@ -397,12 +397,12 @@ def test_a_damaged_folder(data, tmp_path, damage):
 def test_every_command_looks_at_the_folder_first(data, tmp_path, monkeypatch):
     cut(data / TEST)
     monkeypatch.setattr(Run, "open", lambda path, **_: Run(tmp_path, {"config": {"ranges": None}}))
-    out = ["--out", tmp_path / "out"]
+    out, grid = ["--out", tmp_path / "out"], tmp_path / "grid.toml"
     for argv in (
         ["frequencies", data, "--top-k", 2, *out],
         ["train", data, *out],
         ["tune", data, "--batch-size", 64, *out],
-        ["sweep", "curves", data, "--batch-sizes", 64, *out],
+        ["sweep", data, grid, *out],
         ["evaluate", tmp_path, data],
     ):
         check(argv, f"{KEPT} … {TEST}", tmp_path)
