@@ -10,6 +10,7 @@ value most, on average over the data sets:
     python benchmarks/portfolio.py measure … --scaled   # the others' best, scaled to this data set
     python benchmarks/portfolio.py choose RECORD     # the leave-one-out table, and the portfolio
     python benchmarks/portfolio.py transfer RECORD   # what is lost with values as found, and scaled
+    python benchmarks/portfolio.py smaller DATA --batch-size 512   # the portfolio at a small batch
     python benchmarks/portfolio.py curve OUT TUNE…   # a picture of how the best AUC of tunes rises
 
 `benchmarks/records/portfolio.json` is the record that we chose by. "Leave one out": chosen by the
@@ -19,6 +20,7 @@ other data sets, without any point that was found on this one.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -244,6 +246,29 @@ def leave_one_out(record: Mapping[str, Any]) -> str:
     return format_table(("data", "after 1", "after 3", f"after {SIZE}", "best known"), lines)
 
 
+def smaller(data: PreparedData, batch_size: int, epochs: int) -> None:
+    """Try the portfolio at a small batch: as found, and scaled by √ without λ and with it.
+
+    λ times the training rows is constant in all three.
+    """
+    small = TuneConfig(batch_size, {"mlp": (128, 128, 128)}, epochs=epochs, rows=data.rows["train"])
+    large = TuneConfig(data.rows["train"] // 133, small.network, epochs=epochs, rows=small.rows)
+    trainers = Trainers(data)
+    with Stopping() as stopping:
+        pairs = zip(small.portfolio, large.portfolio, strict=True)
+        for number, (both, found) in enumerate(pairs, 1):
+            as_found = dataclasses.replace(
+                both, **{name: getattr(found, name) for name in ("dense_lr", "embedding_lr", "l2")}
+            )
+            rates = dataclasses.replace(both, l2=found.l2)
+            for what, one in {"as found": as_found, "η": rates, "η and λ": both}.items():
+                try:
+                    aucs = [100 * epoch["auc"] for epoch in trainers.epochs(one, stopping)]
+                except NotFiniteError:
+                    aucs = []
+                print(number, what, *(f"{auc:.2f}" for auc in aucs), flush=True)
+
+
 def curve(out: Path, tunes: Sequence[Path]) -> None:
     """Draw what the best trial so far loses to the best of all, by the time in epochs."""
     from matplotlib.figure import Figure
@@ -263,7 +288,7 @@ def curve(out: Path, tunes: Sequence[Path]) -> None:
 
 
 def main() -> None:
-    """One of the five commands."""
+    """One of the commands."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("logs").add_argument("folder", type=Path)
@@ -279,6 +304,10 @@ def main() -> None:
     chosen = commands.add_parser("choose")
     chosen.add_argument("record", type=Path)
     chosen.add_argument("--without", help="print a portfolio chosen without this data set alone")
+    tried = commands.add_parser("smaller")
+    tried.add_argument("data", type=Path)
+    tried.add_argument("--batch-size", type=int, default=512)
+    tried.add_argument("--epochs", type=int, default=2)
     drawn = commands.add_parser("curve")
     drawn.add_argument("out", type=Path)
     drawn.add_argument("tunes", type=Path, nargs="+")
@@ -286,6 +315,9 @@ def main() -> None:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if options.command == "logs":
         write_logs(options.folder)
+        return
+    if options.command == "smaller":
+        smaller(PreparedData.open(options.data), options.batch_size, options.epochs)
         return
     if options.command == "curve":
         curve(options.out, options.tunes)

@@ -107,7 +107,7 @@ def test_a_schedule_is_the_same_if_training_stops_before():
 
 def test_the_portfolio():
     """It is in the ranges, and λ times the rows is that of the data where it was found."""
-    config = TuneConfig(batch_size=4096, epochs=3, rows=1_000_000)
+    config = TuneConfig(batch_size=4096, epochs=3, rows=500_000)
     assert not config.rules
     assert [origin for _, origin in config.queue] == [f"portfolio {n}" for n in range(1, 8)]
     text = Path(configuration.__file__).with_name("portfolio.json").read_text(encoding="utf-8")
@@ -118,7 +118,17 @@ def test_the_portfolio():
         assert (found.batch_size, found.update) == (4096, one["update"])
         assert found.epochs == min(one["epochs"], 3)
         l2 = one["hyperparameters"]["l2"]
-        assert 1e6 * found.hyperparameters.l2 == pytest.approx(one["rows"] * l2)
+        assert 5e5 * found.hyperparameters.l2 == pytest.approx(one["rows"] * l2)
+
+
+def test_a_batch_with_many_steps_scales_the_portfolio():
+    """As from the batch size that has 133 steps, the most where a setting was found."""
+    large, small = (TuneConfig(batch_size, rows=1_064_000) for batch_size in (8000, 500))
+    for mine, its in zip(small.portfolio, large.portfolio, strict=True):
+        assert mine.hyperparameters == scale(its.hyperparameters, to=500, rule="sqrt")
+    text = Path(configuration.__file__).with_name("portfolio.json").read_text(encoding="utf-8")
+    for mine, one in zip(large.portfolio, json.loads(text), strict=True):
+        assert mine.dense_lr == one["hyperparameters"]["dense_lr"]
 
 
 def test_a_base_is_scaled_by_every_rule():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.plugins._checks import make_plain
-from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters
+from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, scale
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields, refuse_unknown
 from merlin_cowclip.workflows.training.learning_rates import TO_ZERO
@@ -36,6 +36,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
 }
 """All but the warm-up are searched logarithmically, and grow to contain the first trials."""
 
+_MOST_STEPS = 133  # in an epoch of the data where the portfolio was found
 _MAY_BE_ZERO = ("l2", "clip_floor")  # which a parameter below the range means
 _OF_CLIP = ("clip_ratio", "clip_floor")
 _STEPS = [(name, by) for name in ("l2", "embedding_lr", "dense_lr") for by in (2.0, 0.5)]
@@ -57,7 +58,7 @@ class TuneConfig:
       update, rule_epochs: of the rules' trials (default: "exact", `epochs`); both are searched.
       epochs: the most that a trial trains.
       steps: whether λ and learning rates near the best trial's are tried before TPE's proposals.
-      rows: training rows, which scale the portfolio's λ; `tune` takes the data's.
+      rows: training rows, which scale the portfolio; `tune` takes the data's.
       seed: of the hold-out, the search, and the weights and row order of trials.
       deterministic: as in `TrainConfig`.
 
@@ -103,10 +104,14 @@ class TuneConfig:
         return [self.adapted(one) for one in json.loads(text)]
 
     def adapted(self, found: Mapping[str, Any]) -> TrainConfig:
-        """A setting of other data at this batch size, with λ times the training rows constant."""
-        hp = Hyperparameters(**found["hyperparameters"])
-        l2 = hp.l2 * found["rows"] / (self.rows or found["rows"])
-        own = {**self._shared(), **base_fields(hp.replace(batch_size=self.batch_size, l2=l2))}
+        """A setting of other data at this batch size, with λ times the training rows constant.
+
+        It is for at most `_MOST_STEPS` steps per epoch; a smaller batch scales it by `sqrt`.
+        """
+        rows, hp = self.rows or found["rows"], Hyperparameters(**found["hyperparameters"])
+        large = max(rows // _MOST_STEPS, self.batch_size)
+        hp = hp.replace(batch_size=large, l2=hp.l2 * found["rows"] / rows)
+        own = {**self._shared(), **base_fields(scale(hp, to=self.batch_size, rule="sqrt"))}
         own |= {"update": found["update"], "epochs": min(found["epochs"], self.epochs)}
         return TrainConfig(**own, rule="none")
 
