@@ -29,8 +29,7 @@ SMALLER = {
     # With constant rates a finished run can go on.
     "train": ["--batch-size", BATCH, "--epochs", "1", *CONSTANT],
     "tune": ["--model", "lr", "--batch-size", BATCH, "--trials", "6", *BRIEF],
-    "batch-size": ["--batch-sizes", "64,128", "--seeds", "1", "--jobs", "1"],
-    "sweep": ["--jobs", "1"],
+    "batch-size": ["--batch-sizes", "64,128", "--seeds", "1"],
 }
 # Programs that are not started here.
 HOROVOD = "containers/horovod.sh"

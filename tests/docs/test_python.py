@@ -27,7 +27,6 @@ SMALLER = {
     "8192": "256",
     "rows=300_000": "rows=1_200",
     "rows=340_000": "rows=1_200",
-    "jobs=2": "jobs=1",
 }
 MODEL = """
 from merlin_cowclip.models import deepfm, embeddings_of

@@ -111,7 +111,6 @@ REFUSED = {
     # sweep, batch-size, report
     "sweep DATA LOG --out OUT": "cannot read the grid LOG",
     "sweep DATA paper:table3 --out OUT": "no grid 'paper:table3' … table1, table12, table2",
-    f"{SWEEP} --jobs 0": "jobs must be a whole number of at least 1",
     "sweep DATA GRID --out EMPTY": "EMPTY is neither … Name another folder",
     f"{SIZES}64 --tuned NOWHERE": "NOWHERE is no tuning study",
     f"{SIZES}64": "Missing option '--tuned'",

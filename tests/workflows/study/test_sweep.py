@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
+import multiprocessing
 import re
-import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.errors import Stopped, UserError
-from merlin_cowclip.workflows.study import workers
+from merlin_cowclip.workflows.study import sweep as sweeping
 from merlin_cowclip.workflows.study.batch_size import batch_size
 from merlin_cowclip.workflows.study.report import report, runs_of
 from merlin_cowclip.workflows.study.sweep import sweep
@@ -59,19 +57,15 @@ def grid(tmp_path) -> str:
     return str(tmp_path / "grid.toml")
 
 
-def in_this_process(tasks, jobs):
-    """Substitute of `run_all`, which starts processes."""
-    for task in tasks:
-        assert workers._train(task)
-        tf.config.run_functions_eagerly(True)  # which a run resets
-        yield task
-
-
 @pytest.fixture(scope="module", autouse=True)
 def eager():
+    def train_eagerly(*arguments):
+        tf.config.run_functions_eagerly(True)  # which a run resets
+        trained(*arguments)
+
+    trained = sweeping._train
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("merlin_cowclip.workflows.study.sweep.run_all", in_this_process)
-        tf.config.run_functions_eagerly(True)
+        patch.setattr(sweeping, "_train", train_eagerly)
         yield
         tf.config.run_functions_eagerly(False)
 
@@ -80,7 +74,7 @@ def eager():
 def swept(data, tmp_path_factory, eager):
     """A sweep of four runs."""
     out = tmp_path_factory.mktemp("sweep") / "out"
-    sweep(data, CONFIGS, out, jobs=2, progress=False)
+    sweep(data, CONFIGS, out, progress=False)
     return out
 
 
@@ -98,7 +92,6 @@ def test_runs_are_those_of_train(swept, data, tmp_path):
     assert run.result["auc"] == alone.result["auc"]
     assert run.config["identity"] == config.identity
     assert not (run.path / "checkpoints").exists()
-    assert run.result["jobs"] == 2  # parallel runs take longer
     aucs = [100 * result["auc"] for result in (run.result, Run.open(first).result)]
     text = report(swept)[1]
     assert f"{np.mean(aucs):.3f} ± {np.std(aucs, ddof=1):.3f}" in text
@@ -106,7 +99,7 @@ def test_runs_are_those_of_train(swept, data, tmp_path):
 
 def test_finished_runs_are_not_trained_again(swept, data, monkeypatch):
     """Nor by another sweep with the same run."""
-    monkeypatch.setattr(workers, "_train", None)
+    monkeypatch.setattr(sweeping, "_train", None)
     sweep(data, CONFIGS[1:], swept, name="other", progress=False)
     assert [len(runs) for runs, _ in runs_of(swept).values()] == [3, 4]
     (swept / "grids" / "other.json").unlink()
@@ -139,15 +132,47 @@ def test_each_run_has_a_line(data, tmp_path, grid, capsys):
 
 
 def test_an_interrupted_sweep_keeps_its_runs(data, tmp_path, monkeypatch):
-    def interrupted(tasks, jobs):
-        tasks[0].run.mkdir()
-        (tasks[0].run / "diverged.json").write_text("{}")
-        yield tasks[0]
-        raise KeyboardInterrupt
+    def interrupted(run, config, data):
+        if list(tmp_path.glob("out/runs/*/diverged.json")):
+            raise Stopped("saved", 15)
+        run.mkdir()
+        (run / "diverged.json").write_text("{}")
 
-    monkeypatch.setattr("merlin_cowclip.workflows.study.sweep.run_all", interrupted)
-    with pytest.raises(Stopped, match="after 1 of 4 runs, which are kept in .* same command again"):
+    monkeypatch.setattr(sweeping, "_train", interrupted)
+    with pytest.raises(Stopped, match="kept in .*in progress is saved.*same command") as stopped:
         sweep(data, CONFIGS, tmp_path / "out", progress=False)
+    assert stopped.value.number == 15
+    assert len(list(tmp_path.glob("out/runs/*/diverged.json"))) == 1
+
+
+def test_two_processes_share_a_folder(data, tmp_path, monkeypatch):
+    """A run that another one trains is left to it, and waited for."""
+    out, mine, forked = tmp_path / "out", [], multiprocessing.get_context("fork")
+    has_it = forked.Event()
+    its = out / "runs" / CONFIGS[0].identity[:16]
+
+    def other() -> None:
+        with sweeping._alone_with(its) as is_alone:
+            assert is_alone
+            has_it.set()
+            time.sleep(2)
+            finish(its)
+
+    def finish(run, *_) -> None:
+        run.mkdir()
+        (run / "diverged.json").write_text("{}")
+        mine.append(run)
+
+    monkeypatch.setattr(sweeping, "_train", finish)
+    its.parent.mkdir(parents=True)
+    process = forked.Process(target=other)
+    process.start()
+    has_it.wait(60)
+    monkeypatch.setattr(sweeping, "_make_folder", lambda *_: None)
+    sweep(data, CONFIGS, out, progress=False)
+    process.join()
+    assert sorted(mine) == sorted(out / "runs" / one.identity[:16] for one in CONFIGS[1:])
+    assert process.exitcode == 0
 
 
 def test_a_diverged_run_is_recorded(data, tmp_path):
@@ -179,12 +204,11 @@ def test_batch_sizes_of_tuned_values(data, tmp_path):
 
 
 @pytest.mark.extended
-def test_killed_and_begun_again(data, tmp_path, grid, monkeypatch):
-    """The processes of a killed sweep save their runs; the next sweep waits for them."""
-    monkeypatch.setattr("merlin_cowclip.workflows.study.sweep.run_all", workers.run_all)
+def test_killed_and_begun_again(data, tmp_path, grid):
+    """The run in progress is resumed."""
     out = tmp_path / "out"
     program = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main", "sweep"]
-    command = [*map(str, (*program, data.path, grid)), "--quiet", "--jobs", "2", "--out", str(out)]
+    command = [*map(str, (*program, data.path, grid)), "--quiet", "--out", str(out)]
     begun = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not list(out.glob("runs/*/config.json")):
@@ -198,29 +222,3 @@ def test_killed_and_begun_again(data, tmp_path, grid, monkeypatch):
     assert main([*command[3:-1], str(whole)]) == 0
     assert results(out) == results(whole)
     assert len(results(whole)) == 4
-
-
-@pytest.mark.extended
-def test_a_stop_reaches_the_process_that_trains(data, tmp_path):
-    long = config_of(128, 1, epochs=10_000)
-    run = tmp_path / "run"
-    work = workers.run_all([workers.Task("long", run, data.path, long.to_dict())], 1)
-
-    def stop(number, frame):
-        raise KeyboardInterrupt
-
-    def when_it_trains() -> None:
-        while not list(run.glob("checkpoints/step-*")):
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, stop)
-    threading.Thread(target=when_it_trains, daemon=True).start()
-    try:
-        with pytest.raises((KeyboardInterrupt, Stopped)):
-            next(work)
-    finally:
-        work.close()
-        signal.signal(signal.SIGUSR1, before)
-    assert (run / "config.json").exists()
-    assert list(run.glob("checkpoints/step-*"))

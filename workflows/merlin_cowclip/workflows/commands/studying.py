@@ -45,15 +45,13 @@ _KINDS: dict[str, Any] = {
 }
 """Options that a grid may have, and how they are read."""
 
-jobs = option("--jobs", type=int, default=1, metavar="N", help="runs trained at a time")
 as_json = option("--json", is_flag=True, help="print the result as JSON")
 
 
-@click.command(cls=Command, example="sweep data grid.toml --out sweep --jobs 2")
+@click.command(cls=Command, example="sweep data grid.toml --out sweep")
 @argument("data", type=PATH)
 @argument("grid", metavar="GRID.toml|paper:NAME")
 @path("--out", "SWEEP", "folder of the runs", required=True)
-@jobs
 @as_json
 @quiet
 def sweep(data: Path, grid: str, out: Path, **values: Any) -> None:
@@ -74,7 +72,7 @@ def sweep(data: Path, grid: str, out: Path, **values: Any) -> None:
 
     progress = not values["quiet"] and not values["json"]
     command = shlex.join(["merlin-cowclip", *sys.argv[1:]])
-    sweep(opened, configs, out, name=name, jobs=values["jobs"], command=command, progress=progress)
+    sweep(opened, configs, out, name=name, command=command, progress=progress)
     found = Comparison.of(runs_of(out)[name][0])
     print(json.dumps(found.to_list(), indent=2) if values["json"] else found.table())
 
@@ -151,7 +149,6 @@ def configurations(
     metavar="X",
     help="AUC by which the target is below the smallest batch's AUC",
 )
-@jobs
 @as_json
 @quiet
 def batch_size(data: Path, tuned: Path, batch_sizes: list[int], out: Path, **values: Any) -> None:
@@ -166,7 +163,7 @@ def batch_size(data: Path, tuned: Path, batch_sizes: list[int], out: Path, **val
     config = found_by(tuned, opened)
     from merlin_cowclip.workflows.study.batch_size import batch_size, text
 
-    more = {name: values[name] for name in ("seeds", "tolerance", "jobs")}
+    more = {name: values[name] for name in ("seeds", "tolerance")}
     more["progress"] = not values["quiet"] and not values["json"]
     more["command"] = shlex.join(["merlin-cowclip", *sys.argv[1:]])
     found = batch_size(opened, config, batch_sizes, out, **more)

@@ -39,7 +39,6 @@ def batch_size(
     *,
     seeds: int = 3,
     tolerance: float = 1e-3,
-    jobs: int = 1,
     command: str = "",
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def batch_size(
         for size in sizes
         for seed in range(seeds)
     ]
-    sweep(data, configs, out, name=NAME, jobs=jobs, command=command, progress=progress)
+    sweep(data, configs, out, name=NAME, command=command, progress=progress)
     groups = Comparison.of(runs_of(Path(out))[NAME][0]).groups
     by_size = {group.options["batch_size"]: group for group in groups}
     found = result(by_size, data.rows["train"], tolerance)

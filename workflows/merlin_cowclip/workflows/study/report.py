@@ -25,8 +25,7 @@ from merlin_cowclip.workflows.study.comparison import (
 from merlin_cowclip.workflows.study.pages import Cell, Section, Table, write_page
 from merlin_cowclip.workflows.study.plots import curves, line_plot
 from merlin_cowclip.workflows.study.steps import few_steps, plural
-from merlin_cowclip.workflows.study.sweep import GRIDS, RECORD, RUNS, read_json
-from merlin_cowclip.workflows.study.workers import DIVERGED
+from merlin_cowclip.workflows.study.sweep import DIVERGED, GRIDS, RECORD, RUNS, read_json
 from merlin_cowclip.workflows.training.logbook import METRICS
 from merlin_cowclip.workflows.training.runs import CONFIG, RESULT, Run, config_in
 
@@ -232,9 +231,6 @@ def _notes(comparison: Comparison) -> Iterator[str]:
         "Mean ± sample standard deviation over seeds. Differences are paired by seed; 95 % holds "
         f"for all pairs of groups{same} together (Holm)."
     )
-    jobs = [r.result["jobs"] for g in comparison.groups for r in g.finished if r.result]
-    if max(jobs, default=1) > 1:
-        yield f"Times: up to {max(jobs)} runs were trained at a time, and slowed each other."
     if "data" in comparison.names:
         yield "The data differ. AUCs on different data do not compare."
 

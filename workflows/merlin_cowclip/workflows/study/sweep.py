@@ -2,31 +2,45 @@
 """Runs of many configurations: in one folder, each once, resumed by the same call.
 
 `OUT/sweep.json` describes the data of all runs, `OUT/grids/NAME.json` which runs a sweep takes, and
-`OUT/runs/` holds them, each named by its configuration, so that sweeps share them.
+`OUT/runs/` holds them, each named by its configuration, so that sweeps share them. A run is locked
+while it is trained: several processes may share a folder.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import signal
-from collections.abc import Callable, Sequence
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
-from merlin_cowclip.workflows.errors import Stopped, UserError, check_whole
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_pattern, write_json
+from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
+from merlin_cowclip.workflows.folders import all_or_nothing, refuse_pattern, remove, write_json
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.comparison import differing, shown
 from merlin_cowclip.workflows.study.steps import few_steps
-from merlin_cowclip.workflows.study.workers import Task, is_done, run_all
-from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.locks import folder_lock
-from merlin_cowclip.workflows.training.runs import RESULT, columns_of, identity_of
+from merlin_cowclip.workflows.training.configuration import CheckpointConfig, TrainConfig
+from merlin_cowclip.workflows.training.locks import LOCK, folder_lock
+from merlin_cowclip.workflows.training.runs import (
+    CHECKPOINTS,
+    CONFIG,
+    RESULT,
+    columns_of,
+    identity_of,
+)
+
+with quiet_imports():
+    from merlin_cowclip.workflows.training.train import check_trainable, resume, train
 
 FORMAT_VERSION = 2
 RECORD, GRIDS, RUNS = "sweep.json", "grids", "runs"
+DIVERGED = "diverged.json"  # instead of the result, of a run whose loss or weights were not finite
 
 
 def sweep(
@@ -35,20 +49,18 @@ def sweep(
     out: str | Path,
     *,
     name: str = "sweep",
-    jobs: int = 1,
     command: str = "",
     progress: bool = True,
 ) -> None:
     """Train each configuration that is not there yet.
 
-    Run it again to resume it. Several processes may share one folder.
+    Run it again to resume it. Several processes may share one folder, such as one for each GPU.
 
     Args:
       data: the prepared folder, with a validation or a test part.
       configs: what to train; they are trained in float32.
       out: the folder of the runs, of this sweep and of others on the same data; made if need be.
       name: of this sweep among them.
-      jobs: runs trained at a time, a process each.
       command: what trains them again, for the report.
       progress: whether to print how each run ended.
 
@@ -58,7 +70,6 @@ def sweep(
     """
     out = Path(out)
     say: Callable[..., None] = print if progress else lambda *_, **__: None
-    check_whole("jobs", jobs, 1)
     by_name: dict[str, TrainConfig] = {}
     for config in configs:
         by_name.setdefault(config.identity[:16], config)
@@ -70,28 +81,57 @@ def sweep(
             (out / place).mkdir(exist_ok=True)
         write_json(out / GRIDS / f"{name}.json", {"command": command, "runs": runs})
     differ, _ = differing([{**config.to_dict(), "seed": None} for config in configs])
-    tasks = []
-    for run, config in by_name.items():
-        values = [
-            *(f"{one} {shown(getattr(config, one))}" for one in differ),
-            f"seed {config.seed}",
-        ]
-        task = Task(", ".join(values), out / RUNS / run, data.path, config.to_dict(), jobs)
-        tasks.append(task)
-    todo = [task for task in tasks if not is_done(task.run)]
-    done = len(tasks) - len(todo)
     if few := few_steps(data.rows["train"], max(config.batch_size for config in configs)):
         say(f"Warning: {few}", flush=True)
+    todo = {out / RUNS / run: config for run, config in by_name.items()}
     try:
-        for task in run_all(todo, jobs):
-            done += 1
-            say(f"[{done}/{len(tasks)}] {task.name}: {_ended(task.run)}", flush=True)
+        while todo := {run: config for run, config in todo.items() if not _is_done(run)}:
+            for run, config in todo.items():
+                with _alone_with(run) as is_alone:
+                    if not is_alone or _is_done(run):
+                        continue
+                    _train(run, config, data)
+                done = sum(_is_done(out / RUNS / one) for one in by_name)
+                values = [f"{one} {shown(getattr(config, one))}" for one in differ]
+                what = ", ".join([*values, f"seed {config.seed}"])
+                say(f"[{done}/{len(by_name)}] {what}: {_ended(run)}", flush=True)
+            time.sleep(0.5)  # another process trains the rest
     except KeyboardInterrupt as error:
         raise Stopped(
-            f"interrupted after {done} of {len(tasks)} runs, which are kept in {out}; the runs in "
-            "progress are saved. To resume, give the same command again",
+            f"interrupted; runs that have ended are kept in {out}, and the one in progress is "
+            "saved. To resume, give the same command again",
             error.number if isinstance(error, Stopped) else signal.SIGINT,
         ) from None
+
+
+def _is_done(run: Path) -> bool:
+    """Whether it ended, with a result or without."""
+    return any((run / name).exists() for name in (RESULT, DIVERGED))
+
+
+@contextlib.contextmanager
+def _alone_with(run: Path) -> Iterator[bool]:
+    """Whether no other process has it; death gives it back."""
+    with (run.parent / LOCK).open("ab") as file:
+        try:  # a byte for each run
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, zlib.crc32(run.name.encode()))
+        except OSError:
+            yield False
+        else:
+            yield True
+
+
+def _train(run: Path, config: TrainConfig, data: PreparedData) -> None:
+    """Train a run, or resume it; its checkpoints are removed once it ends."""
+    try:
+        if (run / CONFIG).exists():
+            resume(run, data=data.path, progress=False)
+        else:
+            train(data, config, run, checkpointing=CheckpointConfig(keep=1), progress=False)
+    except NotFiniteError as error:
+        run.mkdir(exist_ok=True)
+        write_json(run / DIVERGED, {"config": config.to_dict(), "message": str(error)})
+    remove(run / CHECKPOINTS)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -106,9 +146,6 @@ def _check(data: PreparedData, configs: dict[str, TrainConfig]) -> None:
     if not data.test_files and not data.valid_files:
         raise UserError(f"{data.path} has no validation or test part. Name data that has one")
     check_input_names(data.spec)
-    with quiet_imports():
-        from merlin_cowclip.workflows.training.train import check_trainable
-
     for config in configs.values():
         check_trainable(data, config)
 

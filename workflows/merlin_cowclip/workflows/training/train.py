@@ -120,7 +120,6 @@ def train(
     max_minutes: float | None = None,
     warm_start: str | Path | None = None,
     keep_optimizer: bool = False,
-    jobs: int = 1,
     progress: bool = True,
 ) -> Run:
     """Train a model on `data`, in the run folder `out`, which is made now.
@@ -140,7 +139,6 @@ def train(
       max_minutes: after how long to stop, saved.
       warm_start: a finished run on the same columns and vocabulary, whose weights to begin with.
       keep_optimizer: whether to begin with its optimizer's state, too: moments and step counts.
-      jobs: how many runs the machine trains at a time; only recorded, since they slow each other.
       progress: whether to show bars and a line per epoch.
 
     Raises:
@@ -154,7 +152,7 @@ def train(
     with raise_on_any_rank():
         stopping = Stopping(max_minutes)
         loader = check(data, config, out)
-        more: dict[str, Any] = {"drop_last": rank_info().size > 1, "jobs": jobs, "warm_start": None}
+        more: dict[str, Any] = {"drop_last": rank_info().size > 1, "warm_start": None}
         if warm_start is not None:
             check_warm_start(data, config, warm_start, keep_optimizer)
             more["warm_start"] = [str(Path(warm_start).resolve()), keep_optimizer]
@@ -197,7 +195,6 @@ def resume(
     epochs: int | None = None,
     data: str | Path | None = None,
     max_minutes: float | None = None,
-    jobs: int = 1,
     progress: bool = True,
 ) -> Run:
     """Resume a run that was stopped or killed, from its last whole checkpoint.
@@ -207,7 +204,6 @@ def resume(
       epochs: more than the run was to have; a finished run then continues.
       data: where the data is now, if it was moved.
       max_minutes: after how long to stop again.
-      jobs: as of `train`; the most that there were at any time.
       progress: whether to show bars and a line per epoch.
 
     A damaged checkpoint is named in a warning, and the one before it is used. Other versions and
@@ -227,7 +223,7 @@ def resume(
     before = gather_objects(mine)[0]
     with lock, in_precision(before["precision"]):
         with raise_on_any_rank():
-            config, loader, record = _reopened(before, path, data, epochs, jobs)
+            config, loader, record = _reopened(before, path, data, epochs)
         check_alike(record)
         changes = [
             f"{name} {record[kind].get(name)} instead of {was}"
@@ -246,7 +242,7 @@ def resume(
 
 
 def _reopened(
-    before: Mapping[str, Any], run: Path, moved: str | Path | None, epochs: int | None, jobs: int
+    before: Mapping[str, Any], run: Path, moved: str | Path | None, epochs: int | None
 ) -> tuple[TrainConfig, Loader, dict[str, Any]]:
     """What a run trains from now on, and its new `config.json`; `before` is its `config.json`."""
     was = config_in(before)
@@ -270,10 +266,8 @@ def _reopened(
             f"{run} resumes in one process only: several ranks would leave out the last, smaller "
             "batch of each epoch"
         )
-    more = {"warm_start": before["warm_start"], "jobs": max(jobs, before["jobs"])}
-    now = described(
-        data, config, CheckpointConfig(**before["checkpointing"]), drop_last=drop_last, **more
-    )
+    more = {"drop_last": drop_last, "warm_start": before["warm_start"]}
+    now = described(data, config, CheckpointConfig(**before["checkpointing"]), **more)
     for key in ("data_sha256", "cardinalities", *COLUMNS):  # adopted parquet: its columns' meaning
         if before[key] != now[key]:
             raise UserError(
@@ -398,7 +392,6 @@ def _write_result(
         "epochs": epochs,
         "samples_per_second": rows * len(epochs) / seconds,
         "train_seconds": seconds,
-        "jobs": more["config"]["jobs"],
         **more,
         "manifest": manifest_of(run, without=(EVENTS, CHECKPOINTS, LOCK)),
     }
