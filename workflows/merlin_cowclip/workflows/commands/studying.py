@@ -147,7 +147,7 @@ def configurations(
     type=float,
     default=0.001,
     metavar="X",
-    help="AUC by which the target is below the smallest batch's AUC",
+    help="loss of AUC against the smallest batch that counts as none",
 )
 @as_json
 @quiet
@@ -155,7 +155,7 @@ def batch_size(data: Path, tuned: Path, batch_sizes: list[int], out: Path, **val
     """Measure how large a batch the data can take.
 
     Scales tuned hyperparameters to each batch size, trains to the end, and prints the AUC, the
-    epochs to a target AUC, and the critical batch size. Run it again to resume it.
+    epochs to an AUC that all reach, and the critical batch size. Run it again to resume it.
     """
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 

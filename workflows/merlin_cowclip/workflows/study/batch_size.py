@@ -27,7 +27,6 @@ from merlin_cowclip.workflows.study.sweep import sweep
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 NAME = "batch-size"
-_FREE = 1.05  # times the epochs of the smallest batch that count as no cost
 _SIZES = 3  # with fewer there is no fit
 
 
@@ -44,10 +43,11 @@ def batch_size(
 ) -> dict[str, Any]:
     """Train tuned values, scaled by the square root, at several batch sizes; returns the result.
 
-    All runs have the epochs and the schedules of `tuned`. The target is the mean validation AUC of
-    the smallest batch at the end minus `tolerance`. `out` is a folder as of `sweep`, with the
-    result in `batch-size.json` and a page in `report.html`; the same call resumes it. `seeds` is
-    how many runs each size has; the rest is as of `sweep`, and so are the errors.
+    All runs have the epochs and the schedules of `tuned`. An AUC on the validation part counts as
+    kept if its mean is at most `tolerance` below that of the smallest batch. Epochs are counted to
+    the highest AUC that all runs reach. `out` is a folder as of `sweep`, with the result in
+    `batch-size.json` and a page in `report.html`; the same call resumes it. `seeds` is how many
+    runs each size has; the rest is as of `sweep`, and so are the errors.
     """
     sizes = sorted(set(batch_sizes))
     check_whole("seeds", seeds, 1)
@@ -95,39 +95,31 @@ def fit(epochs: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 def result(groups: Mapping[int, Group], rows: int, tolerance: float) -> dict[str, Any]:
     """What the runs of each batch size came to, fit for JSON; `rows`: of the training part."""
-    smallest = min(groups)
-    final = {size: group.mean(VALID_AUC) for size, group in groups.items()}
-    start = final[smallest]
-    if start is None:
-        raise UserError(f"a run at the smallest batch size, {smallest:,}, diverged. Tune again")
-    target = start[0] - tolerance
-    sizes, reached = [], {}
-    for size, group in sorted(groups.items()):
-        curves = [
+    curves = {
+        size: [
             [e["valid_auc"] for e in run.result["epochs"]] for run in group.finished if run.result
         ]
-        epochs = [epochs_to(target, curve) for curve in curves]
-        numbers = [number for number in epochs if number is not None]
-        complete = len(numbers) == len(group.runs)
-        if complete:
-            reached[size] = numbers
-        mean = statistics.fmean(numbers) if complete else None
-        deviation = statistics.stdev(numbers) if complete and numbers[1:] else 0.0
-        sizes.append(
-            {
-                "batch_size": size,
-                "steps_per_epoch": -(-rows // size),
-                "valid_auc": final[size],
-                "auc": group.mean(AUC),
-                "epochs": epochs,
-                "mean_epochs": mean,
-                "deviation": deviation,
-                "steps": None if mean is None else mean * rows / size,
-            }
-        )
+        for size, group in sorted(groups.items())
+        if group.mean(VALID_AUC)  # None did not diverge
+    }
+    smallest = min(groups)
+    if smallest not in curves:
+        raise UserError(f"a run at the smallest batch size, {smallest:,}, diverged. Tune again")
+    target = min(max(curve) for of in curves.values() for curve in of)
+    sizes = []
+    for size, group in sorted(groups.items()):
+        one: dict[str, Any] = {"batch_size": size, "steps_per_epoch": -(-rows // size)}
+        one |= {"valid_auc": group.mean(VALID_AUC), "auc": group.mean(AUC)}
+        one |= {"epochs": [epochs_to(target, curve) for curve in curves.get(size, ())]}
+        if numbers := one["epochs"]:
+            one["mean_epochs"] = statistics.fmean(numbers)
+            one["deviation"] = statistics.stdev(numbers) if numbers[1:] else 0.0
+            one["steps"] = one["mean_epochs"] * rows / size
+        sizes.append(one)
     found: dict[str, Any] = {"target_auc": target, "sizes": sizes, "E0": None, "B*": None}
-    if len(reached) >= _SIZES:
-        e0, critical = fit((size, epoch) for size, of in reached.items() for epoch in of)
+    if len(curves) >= _SIZES:
+        points = ((one["batch_size"], number) for one in sizes for number in one["epochs"])
+        e0, critical = fit(points)
         found |= {"E0": e0, "B*": critical if math.isfinite(critical) else None}
     return {
         **found,
@@ -138,26 +130,25 @@ def result(groups: Mapping[int, Group], rows: int, tolerance: float) -> dict[str
 
 def _sentence(found: Mapping[str, Any], tolerance: float) -> str:
     """What to conclude."""
-    first, *_, last = sizes = found["sizes"]
-    free = small = first["batch_size"]
-    if first["mean_epochs"] is None:
-        return f"Not every run at {small:,} reaches the target: choose a larger tolerance."
+    first, *_ = sizes = found["sizes"]
+    kept = first
     for one in sizes:
-        is_accurate = one["valid_auc"] and one["valid_auc"][0] >= first["valid_auc"][0] - tolerance
-        if not is_accurate or (one["mean_epochs"] or math.inf) > _FREE * first["mean_epochs"]:
+        if not one["valid_auc"] or one["valid_auc"][0] < first["valid_auc"][0] - tolerance:
             break
-        free = one["batch_size"]
-    parts = ["No larger batch is free" if free == small else f"Up to {free:,} costs nothing"]
-    if free != last["batch_size"]:
-        at = f"at {last['batch_size']:,}"
-        if last["mean_epochs"] is None:
-            parts.append(f"{at} not every run reaches the target")
-        else:
-            more = last["mean_epochs"] / first["mean_epochs"] - 1
-            fewer = first["steps"] / last["steps"]
-            parts.append(f"{at} {100 * more:.0f} % more epochs, {fewer:.1f}× fewer steps")
+        kept = one
+    small, free = first["batch_size"], kept["batch_size"]
+    parts = [f"No larger batch keeps the AUC of {small:,}"]
+    if free != small:
+        fewer = f"{free / small:.3g}× fewer steps"
+        parts = [f"Up to {free:,} the AUC is that of {small:,}, in {fewer}"]
+    worst = sizes[-1]
+    if worst is not kept and worst["valid_auc"]:
+        lost = 100 * (first["valid_auc"][0] - worst["valid_auc"][0])
+        parts.append(f"at {worst['batch_size']:,} it is {lost:.2f} % lower")
+    elif worst is not kept:
+        parts.append(f"at {worst['batch_size']:,} a run diverged")
     if found["B*"] is not None:
-        beyond = ", beyond what was measured" * (found["B*"] > last["batch_size"])
+        beyond = ", beyond what was measured" * (found["B*"] > worst["batch_size"])
         critical = float(f"{found['B*']:.2g}")
         parts.append(f"critical batch size about {critical:,.0f}{beyond}")
     elif found["E0"] is not None:
@@ -169,16 +160,13 @@ def table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows, a row for each batch size."""
     rows = []
     for one in found["sizes"]:
-        aucs = [AUC.shown(*one[key]) if one[key] else "-" for key in ("valid_auc", "auc")]
-        numbers = [number for number in one["epochs"] if number is not None]
-        shown = f"reached by {len(numbers)} of {len(one['epochs'])} runs"
-        if one["mean_epochs"] is not None:
-            spread = f" ± {one['deviation']:.2f}" if numbers[1:] else ""
-            shown = f"{one['mean_epochs']:.2f}{spread}"
-        steps = "" if one["steps"] is None else f"{one['steps']:,.0f}"
-        size, per_epoch = f"{one['batch_size']:,}", f"{one['steps_per_epoch']:,}"
-        rows.append([size, per_epoch, *aucs, shown, steps])
-    target = f"{100 * found['target_auc']:.3f}"
+        row = [f"{one['batch_size']:,}", f"{one['steps_per_epoch']:,}"]
+        row += [AUC.shown(*one[key]) if one[key] else "diverged" for key in ("valid_auc", "auc")]
+        if one["epochs"]:
+            spread = f" ± {one['deviation']:.2f}" * bool(one["epochs"][1:])
+            row += [f"{one['mean_epochs']:.2f}{spread}", f"{one['steps']:,.0f}"]
+        rows.append([*row, "", ""][:6])
+    target = f"{100 * found['target_auc']:.2f}"
     header = ["batch size", "steps/epoch", "validation AUC, %", "test AUC, %"]
     return [*header, f"epochs to {target} %", "steps to it"], rows
 
@@ -192,16 +180,30 @@ def text(found: Mapping[str, Any]) -> str:
 def section(found: Mapping[str, Any], command: str) -> Section:
     """For a page."""
     header, rows = table(found)
-    reached = [one for one in found["sizes"] if one["mean_epochs"] is not None]
-    measured: Line = [(one["batch_size"], one["mean_epochs"], one["deviation"]) for one in reached]
-    lines, target = {"measured": measured}, f"{100 * found['target_auc']:.3f} %"
+    whole = [one for one in found["sizes"] if one["epochs"]]
+    target = f"{100 * found['target_auc']:.2f} %"
+    names = {"validation": "valid_auc", "test": "auc"}
+    aucs: dict[str, Line] = {
+        name: [(one["batch_size"], *(100 * of for of in one[key])) for one in whole if one[key]]
+        for name, key in names.items()
+    }
+    epochs: dict[str, Line] = {
+        "measured": [(one["batch_size"], one["mean_epochs"], one["deviation"]) for one in whole]
+    }
     if found["E0"] is not None:
         slope = found["E0"] / found["B*"] if found["B*"] else 0.0
-        lines["E0 · (1 + B / B*)"] = [(x, found["E0"] + slope * x, 0.0) for x, _, _ in measured]
-    plots = []
-    if reached:
-        plot = line_plot(lines, "batch size", f"epochs to {target}", powers_of_two=True)
-        plots = [(f"epochs to a validation AUC of {target}, by batch size", plot)]
+        fitted = [(x, found["E0"] + slope * x, 0.0) for x, _, _ in epochs["measured"]]
+        epochs["E0 · (1 + B / B*)"] = fitted
+    plots = [
+        (
+            "AUC at the end, by batch size",
+            line_plot(aucs, "batch size", "AUC, %", powers_of_two=True),
+        ),
+        (
+            f"epochs to a validation AUC of {target}, by batch size",
+            line_plot(epochs, "batch size", "epochs", powers_of_two=True),
+        ),
+    ]
     return Section(
         "how-large",
         "How large a batch these data take",
@@ -211,8 +213,8 @@ def section(found: Mapping[str, Any], command: str) -> Section:
         tables=[Table(header, rows)],
         notes=[
             "Tuned values scaled by √ (both learning rates and λ), the same epochs and schedule at "
-            f"each size. The target, {target}, is the smallest batch's validation AUC at the end "
-            "minus the tolerance. Epochs to it are interpolated between epochs."
+            f"each size. {target} is the highest AUC that all runs reach; epochs to it are "
+            "interpolated between epochs."
         ],
         plots=plots,
         command=command,
