@@ -148,9 +148,14 @@ def _sentence(found: Mapping[str, Any], tolerance: float) -> str:
     elif worst is not kept:
         parts.append(f"at {worst['batch_size']:,} a run diverged")
     if found["B*"] is not None:
+        means = {one["batch_size"]: one["mean_epochs"] for one in sizes if one["epochs"]}
+        fitted = {size: found["E0"] * (1 + size / found["B*"]) for size in means}
+        miss = max(abs(fitted[size] / mean - 1) for size, mean in means.items())
         beyond = ", beyond what was measured" * (found["B*"] > worst["batch_size"])
         critical = float(f"{found['B*']:.2g}")
-        parts.append(f"critical batch size about {critical:,.0f}{beyond}")
+        parts.append(
+            f"critical batch size about {critical:,.0f}{beyond} (fit within {100 * miss:.0f} %)"
+        )
     elif found["E0"] is not None:
         parts.append("the epochs do not grow with the batch size")
     return f"{'; '.join(parts)}."
