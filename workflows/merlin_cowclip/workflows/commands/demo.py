@@ -136,8 +136,10 @@ def demo(out: Path, *, rows: int = ROWS) -> None:
         header = ("run", "batch size", "steps/epoch", "training s", "test AUC", "from base")
         best = {"best possible": truth.best_auc}
         plot = dot_plot(aucs, "test AUC", {"base": aucs[base.name], **best})
-        first = Section("auc", "Test AUC", tables=[Table(header, lines)], command=COMMANDS)
-        first.notes, first.plots = [NEXT], [("test AUC by run", plot)]
+        first = Section(
+            "auc", "Test AUC", tables=[Table(header, lines)], command=f"{NEXT}\n{COMMANDS}"
+        )
+        first.plots = [("test AUC by run", plot)]
         compare(
             {run.name: out / run.name for run in RUNS},
             out / PAGE,
