@@ -46,7 +46,7 @@ endif
 	@$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-demo: $(STAMP)  ## the whole way on synthetic logs: prepare, train by four scaling rules, compare
+demo: $(STAMP)  ## synthetic data: prepare, train at batch sizes 64 and 8,192, compare
 	@$(BIN)/merlin-cowclip demo
 
 test: $(STAMP) lint  ## ruff, mypy and the quick tests

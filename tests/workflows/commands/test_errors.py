@@ -68,7 +68,7 @@ REFUSED = {
     "sweep DATA GRID": "Missing option '--out'",
     "predict RUN LOG": "Missing option '--out'",
     # demo, frequencies
-    "demo --rows 1 --out OUT": "rows must be at least 8,192",
+    "demo --rows 1 --out OUT": "rows must be at least 16,384",
     "frequencies DATA --batch-sizes 9007199254740993": "from 1 to 9007199254740992",
     "frequencies DATA --fields price": "'user', 'item' … 'price'",
     "frequencies DATA --out EMPTY": "must not exist … EMPTY",

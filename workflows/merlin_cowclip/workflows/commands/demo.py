@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command demo: synthetic Criteo logs, prepared, trained by four rules, and a page.
+"""The command demo: a synthetic Criteo log, prepared, trained at a small and a large batch, a page.
 
-It shows the paper's effect in the small: what each rule makes of a batch that is many times as
-large as the one that the values were tuned for.
+It shows how much AUC a base loses at 128 times its batch size, by the settings that users try.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,56 +18,62 @@ import click
 from merlin_cowclip.workflows.commands.options import PATH, Command, option
 from merlin_cowclip.workflows.errors import UserError
 
-ROWS, CARDINALITY, SEED, EPOCHS = 300_000, 20_000, 1234, 5
-BASE, LARGE = 512, 4096
-TUNED: dict[str, Any] = {"dense_lr": 1e-3, "embedding_lr": 3e-3, "l2": 5e-4}
-"""At the base, on these logs: with 150 times fewer rows than Criteo's, rows of the tables must move
-further per step and be held stronger."""
+ROWS, CARDINALITY, SEED, EPOCHS = 300_000, 20_000, 1234, 4
+BASE, LARGE = 64, 8192
+TUNED: dict[str, Any] = {"dense_lr": 1e-3, "embedding_lr": 1e-3, "l2": 2e-4, "init_stddev": 1e-2}
+"""At the base: Adam's usual learning rate, and the best of four λ on the validation part."""
 NETWORK: dict[str, Any] = {"mlp": (128, 128)}
 PAGE = "demo.html"
+NEXT = "Next, search on your data at the large batch size, or scale hyperparameters that you have:"
+COMMANDS = f"""merlin-cowclip tune DATA --batch-size {LARGE} --out TUNE
+merlin-cowclip train DATA --batch-size {LARGE} --out RUN \\
+  --base-batch-size {BASE} --dense-lr X --embedding-lr X --l2 Y"""
 NOTES = (
-    "A large batch takes fewer steps, so its first epochs are behind. CowClip also raises the "
-    "dense learning rate from 0 during the first one.",
-    "The dashed line is the best possible AUC of these logs, that of their true probabilities. The "
-    "values were not searched for, so a rule can end above the base.",
-    "Times: a CPU gains little from a large batch. In the paper, one V100 needs 1/85 of the time "
-    "at 128 times the batch.",
+    "All runs train the same number of epochs, and the validation part chooses the epoch. The last "
+    "rows are the test part, and the rows before them the validation part.",
+    "The base has Adam's usual learning rate. Its λ was chosen by hand on this validation part. A "
+    "rule scales the base's hyperparameters, so another base can change which rules keep the AUC.",
+    "The best possible AUC is that of the true click probabilities. It differs slightly between "
+    "parts. A run whose learning rates decay can exceed the base, because the base's are constant.",
+    "Times: most of the base's is overhead of its many steps. In the paper, one V100 needs 1/85 of "
+    "the time at 128 times the batch size.",
 )
 _CHANCE = 0.002  # AUC
 
 
 class DemoRun(NamedTuple):
-    """A run of the demo: a rule at a batch size, and what it does to the values."""
+    """A run of the demo: a rule at a batch size (None: the portfolio), and its description."""
 
     name: str
     batch_size: int
-    rule: str
+    rule: str | None
     title: str
     what: str
 
 
 _GROWTH = LARGE // BASE
 _ROOT = f"learning rates and λ × √{_GROWTH}, decay to 0, clip, warm-up"
-_OURS = f"the paper's: embedding rate kept, λ × {_GROWTH}, clip, warm-up"
+_PAPER = f"embedding learning rate kept, dense × √{_GROWTH}, λ × {_GROWTH}, clip, warm-up"
+_FIRST = "what tune tries first, found on other data, without the base"
 RUNS = (
-    DemoRun("base", BASE, "none", "the base", "values chosen by hand"),
-    DemoRun("none", LARGE, "none", "no scaling", "the same values for the large batch"),
+    DemoRun("base", BASE, "none", "the base", "constant learning rates"),
     DemoRun("linear", LARGE, "linear", "linear scaling", f"learning rates × {_GROWTH}"),
-    DemoRun("sqrt_decay", LARGE, "sqrt_decay", "√-scaling with decay", _ROOT),
-    DemoRun("cowclip", LARGE, "cowclip", "CowClip", _OURS),
+    DemoRun("cowclip", LARGE, "cowclip", "the paper's rule cowclip", _PAPER),
+    DemoRun("sqrt_decay", LARGE, "sqrt_decay", "the default rule sqrt_decay", _ROOT),
+    DemoRun("portfolio", LARGE, None, "the first portfolio setting", _FIRST),
 )
 
 
-@click.command("demo", cls=Command, example="demo --rows 150000")
+@click.command("demo", cls=Command, example="demo --out runs/demo")
 @option("--out", type=PATH, help="folder to write", shown="runs/demo-TIME")
-@option("--rows", type=int, default=ROWS, metavar="N", help="synthetic rows")
+@option("--rows", type=int, default=ROWS, metavar="N", help="rows; 294,000 for a conclusion")
 def demo_command(out: Path | None, rows: int) -> None:
-    """Train by four scaling rules on synthetic logs."""
+    """Compare training at batch sizes 64 and 8,192 on synthetic data."""
     demo(out or Path("runs") / f"demo-{datetime.datetime.now():%Y%m%d-%H%M%S}", rows=rows)
 
 
 def demo(out: Path, *, rows: int = ROWS) -> None:
-    """Write logs, prepared data, one run per line of the table, and a page of them all to `out`.
+    """Write a log, prepared data, one run per line of the table, and a page of them all to `out`.
 
     An error or an interrupt removes `out`.
 
@@ -76,9 +82,12 @@ def demo(out: Path, *, rows: int = ROWS) -> None:
     """
     from merlin_cowclip.plugins._text import format_table
     from merlin_cowclip.workflows.data.prepare.pipeline import prepare
-    from merlin_cowclip.workflows.data.spec import CRITEO
+    from merlin_cowclip.workflows.data.spec import CRITEO, Split
     from merlin_cowclip.workflows.data.synthetic import write_synthetic
     from merlin_cowclip.workflows.folders import refuse_existing, refuse_pattern, remove
+    from merlin_cowclip.workflows.study.configuration import TuneConfig
+    from merlin_cowclip.workflows.study.pages import Section, Table
+    from merlin_cowclip.workflows.study.plots import dot_plot
     from merlin_cowclip.workflows.study.report import compare
     from merlin_cowclip.workflows.study.steps import few_steps
     from merlin_cowclip.workflows.training.configuration import TrainConfig
@@ -94,61 +103,66 @@ def demo(out: Path, *, rows: int = ROWS) -> None:
     out.mkdir(parents=True)
     with contextlib.ExitStack() as undo:
         undo.callback(remove, out)
-        print(f"Writing {rows:,} rows of synthetic logs in Criteo's format", flush=True)
-        logs = out / "train.txt.gz"
-        truth = write_synthetic("criteo", logs, rows=rows, seed=SEED, cardinality=CARDINALITY)
-        print("Preparing them: ids, counts, parquet", flush=True)
-        data = prepare(CRITEO, [logs], out / "data", seed=SEED)
-        lines, notes, aucs = [], [], []
+        print(f"Writing {rows:,} rows of synthetic data in Criteo's format", flush=True)
+        log = out / "train.txt.gz"
+        truth = write_synthetic("criteo", log, rows=rows, seed=SEED, cardinality=CARDINALITY)
+        print("Preparing them: ids, counts, parquet, split by time", flush=True)
+        by_time = dataclasses.replace(CRITEO, split=Split("sequential"))
+        data = prepare(by_time, [log], out / "data", seed=SEED)
+        train_rows = data.rows["train"]
+        if few := few_steps(train_rows, largest.batch_size):
+            few = f"No conclusion: {few}"
+            print(f"{few} Use more --rows (default: {ROWS:,}).", flush=True)
+        lines, notes, aucs = [], [], dict[str, float]()
         for number, run in enumerate(RUNS, 1):
-            what = f"DeepFM, batch size {run.batch_size:,}, rule {run.rule}"
-            print(f"\nRun {number} of {len(RUNS)}: {what}: {run.what}", flush=True)
-            config = TrainConfig(
-                batch_size=run.batch_size,
-                rule=run.rule,
-                base_batch_size=base.batch_size,
-                **TUNED,
-                epochs=EPOCHS,
-                patience=EPOCHS,  # so that the validation part chooses the epoch
-                seed=SEED,
-                **NETWORK,
-            )
+            size = run.batch_size
+            title = f"{run.name}, batch size {size:,}"
+            print(f"\nRun {number} of {len(RUNS)}: {title}: {run.what}", flush=True)
+            shared: dict[str, Any] = {"batch_size": size, "epochs": EPOCHS, "seed": SEED}
+            if run.rule:
+                own = {"rule": run.rule, "base_batch_size": base.batch_size, **TUNED, **NETWORK}
+                config = TrainConfig(**shared, **own)
+            else:
+                config = TuneConfig(**shared, network=NETWORK, rows=train_rows).portfolio[0]
+            config = dataclasses.replace(config, patience=EPOCHS)  # the best epoch is used
             result = train(data, config, out / run.name).result
-            aucs.append(result["auc"])
-            steps = -(-data.rows["train"] // run.batch_size)
-            lines.append((run.name, f"{run.batch_size:,}", f"{steps:,}", f"{aucs[-1]:.4f}"))
+            aucs[run.name] = auc = result["auc"]
+            more = f"{auc - aucs[base.name]:+.4f}" if number > 1 else ""
+            numbers = f"{size:,}", f"{-(-train_rows // size):,}", f"{result['train_seconds']:.0f}"
+            lines.append((run.name, *numbers, f"{auc:.4f}", more))
             clip = f" {result['clip']}" if config.hyperparameters.clip else ""
-            notes.append(f"{run.name}: {run.what}.{clip}")
-        few = few_steps(data.rows["train"], largest.batch_size)
-        headline = f"No conclusion: {few}" if few else _conclusion(aucs)
+            notes.append(f"{title}: {run.what}.{clip}")
+        headline = few or _conclusion(aucs, train_rows)
+        header = ("run", "batch size", "steps/epoch", "training s", "test AUC", "from base")
+        best = {"best possible": truth.best_auc}
+        plot = dot_plot(aucs, "test AUC", {"base": aucs[base.name], **best})
+        first = Section(
+            "auc", "Test AUC", tables=[Table(header, lines)], command=f"{NEXT}\n{COMMANDS}"
+        )
+        first.plots = [("test AUC by run", plot)]
         compare(
             {run.name: out / run.name for run in RUNS},
             out / PAGE,
-            title="A large batch on logs with a known truth",
+            title="Batch sizes 64 and 8,192 compared on synthetic clicks",
             headline=headline,
             notes=[*notes, *NOTES],
-            levels={"best possible": truth.best_auc},
+            levels=best,
+            first=[first],
         )
         undo.pop_all()
-    table = format_table(("run", "batch size", "steps/epoch", "test AUC"), lines)
-    print(f"\n{table}\n\n{headline}\n\nThe logs, the prepared data and the runs: {out}")
-    print(f"The page of all this: {out / PAGE}")
-    print("Next, on your data: merlin-cowclip tune DATA --batch-size B --out TUNE")
+    print(f"\n{format_table(header, lines)}\n\n{headline}\n\n{NEXT}\n{COMMANDS}\n")
+    print(f"Data and runs: {out}\nTheir page: {out / PAGE}")
 
 
-def _conclusion(aucs: Sequence[float]) -> str:
-    """What the rules keep of the AUC of the first run, the base."""
-    rules = [(run, auc - aucs[0]) for run, auc in zip(RUNS[1:], aucs[1:], strict=True)]
-    kept = [run.title for run, difference in rules if difference >= -_CHANCE]
-    lost = [run.title for run, difference in rules if difference < -_CHANCE]
-
-    def listed(titles: Sequence[str]) -> str:
-        *first, last = titles or ["no rule"]
-        return f"{', '.join(first)} and {last}" if first else last
-
-    against = ", ".join(f"{run.name} {difference:+.4f}" for run, difference in rules)
+def _conclusion(aucs: Mapping[str, float], rows: int) -> str:
+    """Which runs keep the AUC of the first one, the base."""
+    (base, size), large = RUNS[0][:2], RUNS[-1].batch_size
+    changes = [(f"{run.title} ({(c := aucs[run.name] - aucs[base]):+.4f})", c) for run in RUNS[1:]]
+    kept = " and ".join(title for title, change in changes if change >= -_CHANCE)
+    lost = " and ".join(title for title, change in changes if change < -_CHANCE)
     return (
-        f"A batch {RUNS[-1].batch_size // RUNS[0].batch_size} times as large keeps its accuracy "
-        f"with {listed(kept)}, and loses some with {listed(lost)}. "
-        f"Test AUC against the base's {aucs[0]:.4f}: {against}."
+        f"At batch size {size}, the base takes {-(-rows // size):,} steps per epoch and reaches a "
+        f"test AUC of {aucs[base]:.4f}. At {large:,}, an epoch has {-(-rows // large)} steps. "
+        f"This AUC is kept by {kept or 'no run'}. It is lost by {lost or 'no run'}. One seed; "
+        f"losses up to {_CHANCE} may be random."
     )

@@ -78,8 +78,30 @@ def line_plot(
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # epochs
         axes.set(xlabel=x, ylabel=y, yscale="log" if logarithmic else "linear")
         figure.legend(loc="outside lower center", ncols=1 if max(map(len, lines)) > 20 else 3)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+        return _svg(figure)
+
+
+def dot_plot(numbers: Mapping[str, float], x: str, levels: Mapping[str, float]) -> str:
+    """A dot per number, labeled, the first on top, as an SVG element; levels of x are drawn."""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(6, 1.4 + 0.35 * len(numbers)), layout="constrained")
+        axes: Any = figure.subplots()
+        for number, (name, value) in enumerate(numbers.items()):
+            place = _place(name, numbers) % 8
+            axes.plot(value, number, color=_COLOURS[place], marker=_MARKERS[place], markersize=8)
+        for (name, level), style in zip(levels.items(), ("--", ":", "-."), strict=False):
+            axes.axvline(level, label=name, color=_INK, linewidth=1.4, linestyle=style)
+        labels = [f"{name}  {value:.4f}" for name, value in numbers.items()]
+        axes.set_yticks(range(len(numbers)), labels)
+        axes.set(xlabel=x, ylim=(len(numbers) - 0.5, -0.5))
+        axes.margins(x=0.1)
+        figure.legend(loc="outside lower center", ncols=3)
+        return _svg(figure)
+
+
+def _svg(figure: Figure) -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue()
     return svg[svg.index("<svg") :]
 

@@ -73,18 +73,21 @@ def compare(
     headline: str = "",
     notes: Iterable[str] = (),
     levels: Mapping[str, float] | None = None,
+    first: Sequence[Section] = (),
 ) -> Path:
     """Write a page that compares finished runs of `train`, given by name.
 
-    Notes stand below the table; levels of the AUC are drawn across its plot. A UserError: one is no
-    finished run, or the page cannot be written.
+    A headline replaces the verdict. Notes stand below the table; levels of the AUC are drawn across
+    its plot; `first` are sections before that of the runs. A UserError: one is no finished run, or
+    the page cannot be written.
     """
     out, opened = Path(out), {name: _of_run(Path(path)) for name, path in runs.items()}
     groups = [Group(name, None, {run.seed: run}, name) for name, run in opened.items()]
     found = section(Comparison(["run"], [], "", groups), out.absolute().parent, levels=levels)
     found.notes[:] = list(notes)
+    found.doubt *= not headline
     configs = [run.result["config"] for run in opened.values() if run.result]
-    return write_page(out, title, [found], configs, headline)
+    return write_page(out, title, [*first, found], configs, headline)
 
 
 def runs_of(out: Path) -> dict[str, tuple[list[Trained], str]]:
