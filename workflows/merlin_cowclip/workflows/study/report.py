@@ -27,7 +27,7 @@ from merlin_cowclip.workflows.study.plots import curves, line_plot
 from merlin_cowclip.workflows.study.steps import few_steps, plural
 from merlin_cowclip.workflows.study.sweep import GRIDS, RECORD, RUNS, read_json
 from merlin_cowclip.workflows.study.workers import DIVERGED
-from merlin_cowclip.workflows.training.logbook import METRICS
+from merlin_cowclip.workflows.training.listeners import METRICS
 from merlin_cowclip.workflows.training.runs import CONFIG, RESULT, Run, config_in
 
 HTML = "report.html"

@@ -109,16 +109,11 @@ def _train(task: Task) -> bool:
 
 
 @contextlib.contextmanager
-def alone_with(run: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Whether no other process has it, which is waited for; death gives it back."""
+def alone_with(run: Path) -> Iterator[None]:
+    """Wait until no other process has a run; the end of a process releases it."""
     with (run.parent / _LOCK).open("ab") as file:
-        how = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
-        try:
-            fcntl.lockf(file, how, 1, zlib.crc32(run.name.encode()))
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        fcntl.lockf(file, fcntl.LOCK_EX, 1, zlib.crc32(run.name.encode()))
+        yield
 
 
 def _train_or_resume(task: Task) -> None:
