@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from merlin_cowclip.workflows.commands.main import main
+from merlin_cowclip.workflows.commands.options import print_json
 from merlin_cowclip.workflows.data.spec import CRITEO
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 
@@ -147,6 +149,42 @@ def test_the_auc_is_scikit_learns(here):
     assert len(scores) == 3_000
     auc = roc_auc_score(scores.label, scores.probability)
     assert figures(done["evaluate raw"].stdout)[0] == f"{auc:.6f}"
+
+
+def test_json(here, tmp_path, capfd):
+    """One document on stdout, and nothing else there, also of libraries."""
+    (home, _), run = here, tmp_path / "run"
+
+    def printed(*arguments) -> dict:
+        capfd.readouterr()
+        assert main([*map(str, arguments), "--json"]) == 0
+        return json.loads(capfd.readouterr().out)
+
+    trained = printed("train", home / "data", "--out", run, *TRAIN)
+    result = json.loads((run / "result.json").read_text())
+    assert trained.keys() >= {"run", "auc", "log_loss", "calibration", "best_epoch", "checkpoint"}
+    assert trained.keys() >= {"epochs", "train_seconds", "samples_per_second", "clip"}
+    assert {"run": str(run), **result}.items() >= trained.items()
+    assert len(printed("train", "--resume", run, "--epochs", 3)["epochs"]) == 3
+    result = json.loads((run / "result.json").read_text())
+    quality = {name: result[name] for name in ("auc", "log_loss", "calibration")}
+    where = {"run": str(run), "data": str(home / "data"), "rows": 300}
+    assert printed("evaluate", run) == where | quality | {"checkpoint": "last", "step": 15}
+    log = home / "train.txt.gz"
+    assert (
+        printed("evaluate", run, log, "--checkpoint", "best").items()
+        >= {
+            "data": str(log),
+            "rows": 3_000,
+            "checkpoint": "best",
+            "step": result["best_step"],
+        }.items()
+    )
+
+
+def test_json_has_null_for_what_is_no_number(capsys):
+    print_json({"a": [math.nan, -math.inf, None, 1.5]})
+    assert capsys.readouterr().out == json.dumps({"a": [None] * 3 + [1.5]}, indent=2) + "\n"
 
 
 @pytest.mark.extended

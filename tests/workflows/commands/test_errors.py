@@ -98,7 +98,7 @@ REFUSED = {
     f"{TRAIN} --tuned NOWHERE": "NOWHERE is no tuning study: no tune.json",
     "train --resume NOWHERE": "must have its configuration … NOWHERE",
     "train --resume EMPTY": "a run to resume must have its configuration … config.json",
-    "train --resume RUN --mlp 8": "goes with DATA, --epochs, --max-minutes and --quiet alone",
+    "train --resume RUN --mlp 8": "goes with DATA, --epochs, --max-minutes, --log-to",
     # tune
     "tune DATA --out OUT": "tune needs --batch-size … Name it",
     f"{TUNE} --batch-size 64 --trials 0": "trials must be … 0",

@@ -204,6 +204,14 @@ def test_the_result(data, plain, tmp_path, fake, capsys):
     assert len(repeats) == sum(len(row["repeats"]) for row in result["table"])
 
 
+def test_json(data, tmp_path, fake, capsys):
+    out = tmp_path / "tune"
+    command = ["tune", data.path, "--out", out, "--batch-size", 256, "--trials", 7, "--json"]
+    assert main([*map(str, command)]) == 0
+    result = json.loads((out / "result.json").read_text())
+    assert json.loads(capsys.readouterr().out) == {"folder": str(out), **result}
+
+
 # Budgets
 
 

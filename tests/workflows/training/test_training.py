@@ -291,6 +291,10 @@ def test_without_a_terminal_an_epoch_prints_lines(data, home, monkeypatch, capsy
     epoch = run.result["epochs"][0]
     assert float(found[-1][1]) == pytest.approx(epoch["train_loss"], abs=6e-5)
     assert float(found[-1][2]) == pytest.approx(8 * 512 / epoch["seconds"] / 1000, abs=0.06)
+    every = CheckpointConfig(log_every=3)
+    train(data, options, home / "every", checkpointing=every, progress=True)
+    found = re.findall(r"\] step (\d)/8 ", capsys.readouterr().out)
+    assert found == ["3", "6"]  # not after each update, as the seconds have it
     for every, progress in ((0.0, False), (60.0, True)):
         monkeypatch.setattr(trainer, "PRINT_EVERY", every)
         out = home / f"printed-{progress}"

@@ -29,6 +29,7 @@ _HOME, __getattr__, __dir__ = on_first_use(
         "study.tuned": "Tuned",
         "training.configuration": "CheckpointConfig TrainConfig",
         "training.evaluation": "evaluate predict",
+        "training.listeners": "Listener log_to",
         "training.loader": "Loader",
         "training.prediction": "evaluate_logs predict_logs",
         "training.runs": "Run",

@@ -17,6 +17,7 @@ from .study.tune import tune
 from .study.tuned import Tuned
 from .training.configuration import CheckpointConfig, TrainConfig
 from .training.evaluation import evaluate, predict
+from .training.listeners import Listener, log_to
 from .training.loader import Loader
 from .training.prediction import evaluate_logs, predict_logs
 from .training.runs import Run
@@ -28,6 +29,7 @@ __all__ = [
     "CRITEO",
     "CheckpointConfig",
     "DatasetSpec",
+    "Listener",
     "Loader",
     "PreparedData",
     "Repository",
@@ -45,6 +47,7 @@ __all__ = [
     "find_spec",
     "frequencies",
     "keep_top_ids",
+    "log_to",
     "predict",
     "predict_logs",
     "prepare",

@@ -100,13 +100,20 @@ def all_or_nothing(out: Path, what: str = "folder") -> Iterator[Path]:
         remove(folder)
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON so that a reader sees either nothing or all of it."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A place to write a file, so that a reader sees either what was there or all of it."""
     partial = path.with_name(f".{path.name}.partial")
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    # A file's name need not be UTF-8: its odd bytes are written as JSON's escapes.
-    partial.write_bytes(text.encode("utf-8", "backslashreplace"))
+    yield partial
     os.replace(partial, path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON so that a reader sees either what was there or all of it."""
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    with replacing(path) as partial:
+        # A file's name need not be UTF-8: its odd bytes are written as JSON's escapes.
+        partial.write_bytes(text.encode("utf-8", "backslashreplace"))
 
 
 def package_versions(*others: str) -> dict[str, str]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,8 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> int:
         """Run it; returns the exit code."""
+        if ctx.params.get("json"):
+            ctx.params["quiet"] = True
 
         def work() -> None:
             ranks = launched().size
@@ -200,6 +203,7 @@ def argument(name: str, **more: Any) -> Decorator:
 
 
 quiet = option("--quiet", is_flag=True, help="no progress bars, and only the last line")
+as_json = option("--json", is_flag=True, help="print only the result, as JSON")
 trust_workflow = option(
     "--trust-workflow",
     is_flag=True,
@@ -237,6 +241,11 @@ def _of_field(field: dataclasses.Field[Any], group: str, shown: str | None) -> D
     metavar = of["metavar"] or ("NAME" if of["choices"] else _METAVARS.get(of["kind"]))
     more |= {"metavar": metavar, "type": TYPES.get(of["kind"])}
     return option(f"--{flag}", field.name, shown="" if default is None else str(default), **more)
+
+
+def print_json(result: Any) -> None:
+    """Print a result on stdout; NaN and infinity, which JSON lacks, become null."""
+    print(json.dumps(json.loads(json.dumps(result), parse_constant=lambda _: None), indent=2))
 
 
 def given(values: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:

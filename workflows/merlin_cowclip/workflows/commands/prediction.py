@@ -15,7 +15,9 @@ from merlin_cowclip.workflows.commands.options import (
     SIZE,
     Command,
     argument,
+    as_json,
     option,
+    print_json,
     quiet,
     trust_workflow,
 )
@@ -61,6 +63,7 @@ def _scoring(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.command(cls=Command, example="evaluate run --checkpoint best")
 @argument("run", type=PATH)
 @argument("data", nargs=-1, metavar="[DATA|LOG...]")
+@as_json
 @_scoring
 def evaluate(run: Path, data: tuple[str, ...], raw: bool, quiet: bool, **options: Any) -> None:
     """Evaluate a finished run: exact AUC, log loss and calibration.
@@ -71,7 +74,7 @@ def evaluate(run: Path, data: tuple[str, ...], raw: bool, quiet: bool, **options
     from merlin_cowclip.workflows.data.prepared_data import RECORD, PreparedData
     from merlin_cowclip.workflows.training.runs import Run
 
-    opened = Run.open(run, trust_workflow=options["trust_workflow"])
+    as_json, opened = options.pop("json"), Run.open(run, trust_workflow=options["trust_workflow"])
     name = RECORD if opened.is_adopted else "."
     if not data or (len(data) == 1 and os.path.exists(os.path.join(data[0], name))):
         if raw:
@@ -89,6 +92,11 @@ def evaluate(run: Path, data: tuple[str, ...], raw: bool, quiet: bool, **options
 
         quality, rows = evaluate_logs(opened, data, raw=raw, progress=not quiet, **options)
         part, where = "", f"{data[0]}{f' and {len(data) - 1} more' if data[1:] else ''}"
+    if as_json:
+        which = options["which"] or opened.result["checkpoint"]
+        step = opened.replaced.get(which, opened.result[f"{which}_step"])
+        found = {"run": str(run), "data": where, "rows": rows, "checkpoint": which, "step": step}
+        return print_json(found | quality._asdict())
     print(
         f"{part}AUC {quality.auc:.6f}, log loss {quality.log_loss:.6f}, calibration "
         f"{quality.calibration:.4f} on {rows:,} rows of {where}, "

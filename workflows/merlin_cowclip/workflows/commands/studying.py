@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,8 +19,10 @@ from merlin_cowclip.workflows.commands.options import (
     TYPES,
     Command,
     argument,
+    as_json,
     option,
     path,
+    print_json,
     quiet,
 )
 from merlin_cowclip.workflows.commands.training import train_config
@@ -44,8 +45,6 @@ _KINDS: dict[str, Any] = {
     **{"tuned": PATH, "config": PATH, "preset": click.STRING},
 }
 """Options that a grid may have, and how they are read."""
-
-as_json = option("--json", is_flag=True, help="print the result as JSON")
 
 
 @click.command(cls=Command, example="sweep data grid.toml --out sweep")
@@ -70,11 +69,11 @@ def sweep(data: Path, grid: str, out: Path, **values: Any) -> None:
     from merlin_cowclip.workflows.study.report import runs_of
     from merlin_cowclip.workflows.study.sweep import sweep
 
-    progress = not values["quiet"] and not values["json"]
+    progress = not values["quiet"]
     command = shlex.join(["merlin-cowclip", *sys.argv[1:]])
     sweep(opened, configs, out, name=name, command=command, progress=progress)
     found = Comparison.of(runs_of(out)[name][0])
-    print(json.dumps(found.to_list(), indent=2) if values["json"] else found.table())
+    print_json(found.to_list()) if values["json"] else print(found.table())
 
 
 def read_grid(grid: str) -> tuple[str, list[dict[str, Any]]]:
@@ -164,10 +163,10 @@ def batch_size(data: Path, tuned: Path, batch_sizes: list[int], out: Path, **val
     from merlin_cowclip.workflows.study.batch_size import batch_size, text
 
     more = {name: values[name] for name in ("seeds", "tolerance")}
-    more["progress"] = not values["quiet"] and not values["json"]
+    more["progress"] = not values["quiet"]
     more["command"] = shlex.join(["merlin-cowclip", *sys.argv[1:]])
     found = batch_size(opened, config, batch_sizes, out, **more)
-    print(json.dumps(found, indent=2) if values["json"] else text(found))
+    print_json(found) if values["json"] else print(text(found))
 
 
 @click.command(cls=Command, example="report sweep")

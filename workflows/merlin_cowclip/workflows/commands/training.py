@@ -18,10 +18,12 @@ from merlin_cowclip.workflows.commands.options import (
     PATH,
     Command,
     argument,
+    as_json,
     fields,
     given,
     option,
     path,
+    print_json,
     quiet,
 )
 from merlin_cowclip.workflows.errors import UserError, check_whole, clipped
@@ -36,6 +38,7 @@ from merlin_cowclip.workflows.training.configuration import (
     base_fields,
 )
 from merlin_cowclip.workflows.training.learning_rates import option_text
+from merlin_cowclip.workflows.training.listeners import SERVICES, log_to
 from merlin_cowclip.workflows.training.networks import NETWORKS, OPTIONS
 from merlin_cowclip.workflows.training.ranks import is_rank_zero, raise_on_any_rank
 
@@ -44,8 +47,10 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.training.runs import Run
 
 _DATASETS = ("criteo", "avazu")
+_LOG_TO = "log to this service in addition to TensorBoard; may be repeated"
 _MINUTES = "stop after N minutes with a checkpoint, and exit code 3"
-_WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "quiet"}
+_LEFT_OUT = ("config", "manifest")  # of `result.json` by --json
+_WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "log_to", "json", "quiet"}
 
 
 @click.command(
@@ -72,9 +77,11 @@ _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "quiet"}
 )
 @path("--warm-start", "RUN", "train a run's weights on new data, for one epoch at low rates")
 @option("--keep-optimizer", is_flag=True, help="with --warm-start: its moments and steps, too")
+@as_json
 @quiet
 @fields(TrainConfig)
 @fields(CheckpointConfig)
+@option("--log-to", type=click.Choice([*SERVICES]), multiple=True, group=GROUP, help=_LOG_TO)
 @option("--max-minutes", type=float, metavar="N", group=GROUP, help=_MINUTES)
 def train(**values: Any) -> None:
     """Train a network on a prepared folder, or resume a run.
@@ -82,7 +89,10 @@ def train(**values: Any) -> None:
     Learning rates and λ are those tuned at --base-batch-size; --rule scales them to --batch-size.
     """
     run = (_begin if values["resume"] is None else _resume)(values)
-    if is_rank_zero():
+    if is_rank_zero() and values["json"]:
+        found = {name: run.result[name] for name in run.result if name not in _LEFT_OUT}
+        print_json({"run": str(run.path), **found})
+    elif is_rank_zero():
         _tell(run, brief=values["quiet"])
 
 
@@ -115,6 +125,7 @@ def _begin(values: Mapping[str, Any]) -> Run:
             if values[name] is None:
                 raise UserError(f"train needs {what}; or, to resume a run, --resume RUN")
         refuse_existing(values["out"])
+        listeners = list(map(log_to, dict.fromkeys(values["log_to"])))
         if values["keep_optimizer"] and values["warm_start"] is None:
             raise UserError("--keep-optimizer needs --warm-start RUN")
         data = PreparedData.open(values["data"])
@@ -142,9 +153,8 @@ def _begin(values: Mapping[str, Any]) -> Run:
         if few := few_steps(data.rows["train"], config.batch_size):
             print(f"Warning: {few}", flush=True)
     options = {name: values[name] for name in ("max_minutes", "warm_start", "keep_optimizer")}
-    return train(
-        data, config, values["out"], checkpointing=checkpointing, progress=shows, **options
-    )
+    options |= {"checkpointing": checkpointing, "listeners": listeners, "progress": shows}
+    return train(data, config, values["out"], **options)
 
 
 def _resume(values: Mapping[str, Any]) -> Run:
@@ -156,15 +166,17 @@ def _resume(values: Mapping[str, Any]) -> Run:
         if others:
             options = ", ".join(f"--{name}" for name in others).replace("_", "-")
             raise UserError(
-                "--resume goes with DATA, --epochs, --max-minutes and --quiet alone: the rest is "
-                f"the run's own. Received: {options}. Leave it out"
+                "--resume goes with DATA, --epochs, --max-minutes, --log-to, --json and --quiet "
+                f"only: the rest is the run's own. Received: {options}. Leave it out"
             )
         if is_rank_zero():
             read_config(values["resume"])  # before TensorFlow's seconds of importing
+        listeners = list(map(log_to, dict.fromkeys(values["log_to"])))
     from merlin_cowclip.workflows.training.train import resume
 
     kept = {name: values[name] for name in ("data", "epochs", "max_minutes")}
-    return resume(values["resume"], **kept, progress=is_rank_zero() and not values["quiet"])
+    kept |= {"listeners": listeners, "progress": is_rank_zero() and not values["quiet"]}
+    return resume(values["resume"], **kept)
 
 
 def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainConfig, str]:

@@ -34,6 +34,7 @@ _search = functools.partial(of.option, group=_SEARCH)
 @of.argument("data", type=of.PATH)
 @of.path("--out", "TUNE", "folder to write, or to resume", required=True)
 @of.fields(TrainConfig, "batch_size", group="Options", batch_size="that of an existing TUNE")
+@of.as_json
 @of.quiet
 @_search("--trials", type=int, default=40, metavar="N", help="trials in all")
 @_search("--budget", type=float, metavar="MINUTES", help="stop after about this many minutes")
@@ -62,6 +63,8 @@ def tune(data: Path, out: Path, **values: Any) -> None:
     command = shlex.join(["merlin-cowclip", *sys.argv[1:]])
     numbers = {name: values[name] for name in ("trials", "seeds", "budget")}
     tuned = tune(opened, config, out, command=command, progress=progress, **numbers)
+    if values["json"]:
+        return of.print_json({"folder": str(out), **tuned.result})
     print(tuned.tables())
     command = shlex.join(["merlin-cowclip", "train", str(data), "--tuned", str(out)])
     print(f"\nAt batch size {config.batch_size:,}: {command} --out RUN")

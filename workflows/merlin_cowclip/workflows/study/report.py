@@ -25,8 +25,8 @@ from merlin_cowclip.workflows.study.comparison import (
 from merlin_cowclip.workflows.study.pages import Cell, Section, Table, write_page
 from merlin_cowclip.workflows.study.plots import curves, line_plot
 from merlin_cowclip.workflows.study.steps import few_steps, plural
-from merlin_cowclip.workflows.study.sweep import DIVERGED, GRIDS, RECORD, RUNS, read_json
-from merlin_cowclip.workflows.training.logbook import METRICS
+from merlin_cowclip.workflows.study.sweep import DIVERGED, GRIDS, RECORD, RUNS
+from merlin_cowclip.workflows.training.listeners import METRICS
 from merlin_cowclip.workflows.training.runs import CONFIG, RESULT, Run, config_in
 
 HTML = "report.html"

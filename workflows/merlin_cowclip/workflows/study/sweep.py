@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import signal
 import time
 import zlib
@@ -21,7 +20,13 @@ from typing import Any
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_pattern, remove, write_json
+from merlin_cowclip.workflows.folders import (
+    all_or_nothing,
+    read_json,
+    refuse_pattern,
+    remove,
+    write_json,
+)
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.comparison import differing, shown
 from merlin_cowclip.workflows.study.steps import few_steps
@@ -132,11 +137,6 @@ def _train(run: Path, config: TrainConfig, data: PreparedData) -> None:
         run.mkdir(exist_ok=True)
         write_json(run / DIVERGED, {"config": config.to_dict(), "message": str(error)})
     remove(run / CHECKPOINTS)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote."""
-    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _check(data: PreparedData, configs: dict[str, TrainConfig]) -> None:

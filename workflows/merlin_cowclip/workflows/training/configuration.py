@@ -413,7 +413,7 @@ def _every(name: str, value: Any) -> int | str:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are taken, beside the end of each epoch, and what stays of them.
+    """When checkpoints are taken, beside the end of each epoch, what stays, and when to log.
 
     Raises:
       UserError: a value out of range.
@@ -433,6 +433,12 @@ class CheckpointConfig:
         False,
         group=GROUP,
         kind="flag",
+    )
+    log_every: int | None = option(
+        "write TensorBoard's scalars and, without a terminal, print a line every N steps",
+        group=GROUP,
+        kind="count",
+        shown="50 steps; a line each minute",
     )
 
     def __post_init__(self) -> None:

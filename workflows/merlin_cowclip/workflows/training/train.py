@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from merlin_cowclip.workflows.folders import (
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import CheckpointConfig, TrainConfig
+from merlin_cowclip.workflows.training.listeners import EVENTS, Listener, listening, notify
 from merlin_cowclip.workflows.training.locks import LOCK, run_lock
-from merlin_cowclip.workflows.training.logbook import EVENTS
 from merlin_cowclip.workflows.training.ranks import (
     check_alike,
     check_offered,
@@ -120,6 +120,7 @@ def train(
     max_minutes: float | None = None,
     warm_start: str | Path | None = None,
     keep_optimizer: bool = False,
+    listeners: Sequence[Listener] = (),
     progress: bool = True,
 ) -> Run:
     """Train a model on `data`, in the run folder `out`, which is made now.
@@ -135,10 +136,11 @@ def train(
       data: the prepared folder.
       config: what to train.
       out: the run folder.
-      checkpointing: when to take checkpoints, and what stays.
+      checkpointing: when to take checkpoints and to log, and what stays.
       max_minutes: after how long to stop, saved.
       warm_start: a finished run on the same columns and vocabulary, whose weights to begin with.
       keep_optimizer: whether to begin with its optimizer's state, too: moments and step counts.
+      listeners: called after steps and epochs, such as `log_to("mlflow")`.
       progress: whether to show bars and a line per epoch.
 
     Raises:
@@ -166,7 +168,7 @@ def train(
                 write_json(folder / CONFIG, record)
             lock = run_lock(out)
     with lock, _left_behind(out, new=True), as_user_errors(data, out):
-        return _train(config, loader, out, record, stopping, progress)
+        return _train(config, loader, out, record, stopping, listeners, progress)
 
 
 def check_warm_start(
@@ -195,6 +197,7 @@ def resume(
     epochs: int | None = None,
     data: str | Path | None = None,
     max_minutes: float | None = None,
+    listeners: Sequence[Listener] = (),
     progress: bool = True,
 ) -> Run:
     """Resume a run that was stopped or killed, from its last whole checkpoint.
@@ -204,6 +207,7 @@ def resume(
       epochs: more than the run was to have; a finished run then continues.
       data: where the data is now, if it was moved.
       max_minutes: after how long to stop again.
+      listeners: as of `train`; those of the stopped run are not kept.
       progress: whether to show bars and a line per epoch.
 
     A damaged checkpoint is named in a warning, and the one before it is used. Other versions and
@@ -238,7 +242,7 @@ def resume(
                 stacklevel=2,
             )
         with _left_behind(path), as_user_errors(loader.data, path):
-            return _train(config, loader, path, record, stopping, progress)
+            return _train(config, loader, path, record, stopping, listeners, progress)
 
 
 def _reopened(
@@ -300,6 +304,7 @@ def _train(
     run: Path,
     record: dict[str, Any],
     stopping: Stopping,
+    listeners: Sequence[Listener],
     progress: bool,
 ) -> Run:
     """From the last checkpoint, or the beginning, to the result; see `Trainer.restore_last`."""
@@ -335,30 +340,33 @@ def _train(
             f"{sizes['network']:,} in the network: {run}{resumed}",
             flush=True,
         )
-    try:
-        with stopping:
-            for _ in trainer.epochs():
-                pass
-    except Exception as error:
-        step, epoch = trainer.step, -(-trainer.step // len(loader)) or 1
-        if is_rank_zero():
-            record = {"error": str(error) or repr(error), "step": step, "epoch": epoch}
-            with contextlib.suppress(OSError):  # the disk may be full
-                write_json(run / FAILED, {**record, "time": time.strftime("%FT%T%z")})
-        raise
-    # By sums over all ranks, of sharded tables.
-    clip = clip_sentence(trainer.statistics.total(), config.clip)
-    result = None
-    which, quality = trainer.finish()
-    with whole_tables(trainer.model), raise_on_any_rank():
-        if is_rank_zero():
-            if checkpointing.saved_model:
-                remove(run / "model")  # half a one, if a process was killed here before
-                save_model(trainer.model, run / "model")
-            more: dict[str, Any] = {**quality, "checkpoint": which, "parameters": sizes}
-            more |= {"clip": clip, "config": record}
-            result = _write_result(run, trainer, loader.rows_per_epoch, more)
-    return Run(run, gather_objects(result)[0])  # other ranks may have other disks
+    with listening(listeners, run, record) as trainer.listeners:
+        try:
+            with stopping:
+                for _ in trainer.epochs():
+                    pass
+        except Exception as error:
+            step, epoch = trainer.step, -(-trainer.step // len(loader)) or 1
+            if is_rank_zero():
+                record = {"error": str(error) or repr(error), "step": step, "epoch": epoch}
+                with contextlib.suppress(OSError):  # the disk may be full
+                    write_json(run / FAILED, {**record, "time": time.strftime("%FT%T%z")})
+            raise
+        # By sums over all ranks, of sharded tables.
+        clip = clip_sentence(trainer.statistics.total(), config.clip)
+        result = None
+        which, quality = trainer.finish()
+        with whole_tables(trainer.model), raise_on_any_rank():
+            if is_rank_zero():
+                if checkpointing.saved_model:
+                    remove(run / "model")  # half a one, if a process was killed here before
+                    save_model(trainer.model, run / "model")
+                more: dict[str, Any] = {**quality, "checkpoint": which, "parameters": sizes}
+                more |= {"clip": clip, "config": record}
+                result = _write_result(run, trainer, loader.rows_per_epoch, more)
+        result = gather_objects(result)[0]  # other ranks may have other disks
+    notify(trainer.listeners, "on_end", result)
+    return Run(run, result)
 
 
 @contextlib.contextmanager

@@ -24,21 +24,16 @@ from merlin_cowclip.workflows.training.builder import compile_model, dummy_batch
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State
 from merlin_cowclip.workflows.training.configuration import CheckpointConfig, TrainConfig
 from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, Predictor, Quality
+from merlin_cowclip.workflows.training.listeners import FIELDS, METRICS, NORMS, Listener, notify
 from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.logbook import FIELDS, METRICS, NORMS, Logbook, write_csv
 from merlin_cowclip.workflows.training.nan_check import NanCheck
-from merlin_cowclip.workflows.training.ranks import (
-    gather_objects,
-    is_rank_zero,
-    raise_on_any_rank,
-    rank_info,
-)
+from merlin_cowclip.workflows.training.ranks import gather_objects, rank_info
 from merlin_cowclip.workflows.training.runs import CHECKPOINTS, how_to_resume
 from merlin_cowclip.workflows.training.scalars import field_rows, field_scalars, summary_scalars
 from merlin_cowclip.workflows.training.step_variables import StepVariables
 from merlin_cowclip.workflows.training.stopping import Stopping
 
-LOG_EVERY = 50  # updates between two points of TensorBoard's curves
+LOG_EVERY = 50  # updates between two calls of `Listener.on_step`
 PRINT_EVERY = 60.0  # seconds between two lines of an epoch, where no bar shows it
 
 
@@ -78,8 +73,8 @@ class Trainer:
       config: what to train.
       loader: of the training part.
       stopping: asked after each update.
-      run: the run's folder, for checkpoints and logs; `None` for neither.
-      checkpointing: when to take checkpoints.
+      run: the run's folder, for checkpoints; `None` for none.
+      checkpointing: when to take checkpoints, and to log.
       show: whether to show bars, and a line per epoch.
 
     Raises:
@@ -114,7 +109,7 @@ class Trainer:
         self._scales = [(variable, variable.numpy()) for variable in scales]
         self._run, self._checkpointing, self._show = run, checkpointing or CheckpointConfig(), show
         self._predictor = Predictor(self.model)
-        self._logbook = Logbook(run if is_rank_zero() else None)
+        self.listeners: Sequence[Listener] = ()
         self._begin(config, loader, stopping, lambda: None)
         if run is not None:
             self._checkpoints = Checkpoints(run / CHECKPOINTS, self._checkpointing.keep)
@@ -180,11 +175,10 @@ class Trainer:
             epoch, start = divmod(self.step, len(loader))
             dataset = loader.dataset(epochs=None, epoch=epoch, start=start)
         batches, function = iter(dataset), self.model.make_train_function()
-        with self._logbook:
-            while not self._is_finished():
-                self._train_epoch(function, batches)
-                yield self._end_epoch()
-                self._stop_if_asked(now=True)
+        while not self._is_finished():
+            self._train_epoch(function, batches)
+            yield self._end_epoch()
+            self._stop_if_asked(now=True)
 
     def _is_finished(self) -> bool:
         is_last = len(self.progress.epochs) >= self._config.epochs
@@ -193,6 +187,7 @@ class Trainer:
     def _train_epoch(self, function: Any, batches: Any) -> None:
         """The rest of an epoch."""
         epoch, steps = len(self.progress.epochs), len(self._loader)
+        every = self._checkpointing.log_every
         begin = self.step - epoch * steps
         if not begin:
             # Not `reset_metrics`, which passes over it before the process's first update.
@@ -214,12 +209,13 @@ class Trainer:
                 bar.update()
                 now = time.perf_counter()
                 self.progress.seconds, before = self.progress.seconds + now - before, now
-                if self.step % LOG_EVERY == 0:
+                if self.step % (every or LOG_EVERY) == 0:
                     loss = _mean(logs["loss"])
                     bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-                    if self._run is not None:
-                        self._logbook.scalars(self.step, self._tags(loss))
-                if self._show and not bars and now - printed >= PRINT_EVERY:
+                    if self.listeners:
+                        notify(self.listeners, "on_step", self.step, self._tags(loss))
+                is_due = self.step % every == 0 if every else now - printed >= PRINT_EVERY
+                if self._show and not bars and is_due:
                     printed, loss, done = now, float(logs["loss"]), self.step - epoch * steps
                     speed = done * self._config.batch_size / self.progress.seconds / 1000
                     line = f"step {done}/{steps} | loss {loss:.4f} | {speed:.1f}k samples/s"
@@ -262,7 +258,7 @@ class Trainer:
             "seconds": self.progress.seconds,
         }
         if self._run is not None:
-            self._log(row, self._run)
+            self._log(row)
         self.progress.epochs.append(row)
         self.progress.seconds = 0.0
         if self._run is not None:
@@ -293,7 +289,7 @@ class Trainer:
 
     # What it writes
 
-    def _log(self, row: Mapping[str, Any], run: Path) -> None:
+    def _log(self, row: Mapping[str, Any]) -> None:
         overall, fields = self._scalars()
         tables = self.progress.tables
         for name, rows in (
@@ -304,11 +300,7 @@ class Trainer:
             if rows:
                 new = ({"epoch": row["epoch"], **one} for one in rows)
                 tables.setdefault(name, []).extend(new)
-        valid = {key: of for key, of in row.items() if key.startswith("valid_") and of is not None}
-        with raise_on_any_rank():
-            if is_rank_zero():
-                write_csv(run, tables)
-            self._logbook.scalars(self.step, {f"all/{key}": of for key, of in valid.items()})
+        notify(self.listeners, "on_epoch", self.step, tables[METRICS][-1], tables)
 
     def _scalars(self) -> tuple[dict[str, float | None], list[Any]]:
         """Of the epoch so far: over all fields, and what those were like."""
