@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import read_json
 from merlin_cowclip.workflows.study.comparison import (
     AUC,
     MINUTES,
@@ -25,7 +26,7 @@ from merlin_cowclip.workflows.study.comparison import (
 from merlin_cowclip.workflows.study.pages import Cell, Section, Table, write_page
 from merlin_cowclip.workflows.study.plots import curves, line_plot
 from merlin_cowclip.workflows.study.steps import few_steps, plural
-from merlin_cowclip.workflows.study.sweep import GRIDS, RECORD, RUNS, read_json
+from merlin_cowclip.workflows.study.sweep import GRIDS, RECORD, RUNS
 from merlin_cowclip.workflows.study.workers import DIVERGED
 from merlin_cowclip.workflows.training.listeners import METRICS
 from merlin_cowclip.workflows.training.runs import CONFIG, RESULT, Run, config_in

@@ -7,16 +7,14 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.errors import Stopped, UserError, check_whole
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_pattern, write_json
+from merlin_cowclip.workflows.folders import all_or_nothing, read_json, refuse_pattern, write_json
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.comparison import differing, shown
 from merlin_cowclip.workflows.study.steps import few_steps
@@ -72,12 +70,9 @@ def sweep(
     differ, _ = differing([{**config.to_dict(), "seed": None} for config in configs])
     tasks = []
     for run, config in by_name.items():
-        values = [
-            *(f"{one} {shown(getattr(config, one))}" for one in differ),
-            f"seed {config.seed}",
-        ]
-        task = Task(", ".join(values), out / RUNS / run, data.path, config.to_dict(), jobs)
-        tasks.append(task)
+        values = [f"{one} {shown(getattr(config, one))}" for one in differ]
+        title = ", ".join([*values, f"seed {config.seed}"])
+        tasks.append(Task(title, out / RUNS / run, data.path, config.to_dict(), jobs))
     todo = [task for task in tasks if not is_done(task.run)]
     done = len(tasks) - len(todo)
     if few := few_steps(data.rows["train"], max(config.batch_size for config in configs)):
@@ -92,11 +87,6 @@ def sweep(
             "progress are saved. To resume, give the same command again",
             error.number if isinstance(error, Stopped) else signal.SIGINT,
         ) from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote."""
-    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _check(data: PreparedData, configs: dict[str, TrainConfig]) -> None:

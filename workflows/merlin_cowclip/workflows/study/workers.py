@@ -120,15 +120,14 @@ def _train_or_resume(task: Task) -> None:
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.training.train import resume, train
 
+    how: dict[str, Any] = {"jobs": task.jobs, "progress": False}
     try:
         if (task.run / CONFIG).exists():
-            resume(task.run, data=task.data, jobs=task.jobs, progress=False)
+            resume(task.run, data=task.data, **how)
         else:
             config, checkpointing = TrainConfig.from_dict(task.config), CheckpointConfig(keep=1)
             data = PreparedData.open(task.data)
-            train(
-                data, config, task.run, checkpointing=checkpointing, jobs=task.jobs, progress=False
-            )
+            train(data, config, task.run, checkpointing=checkpointing, **how)
         remove(task.run / CHECKPOINTS)
     except NotFiniteError as error:
         remove(task.run / CHECKPOINTS)
