@@ -25,7 +25,8 @@ Tables = Mapping[str, Sequence[Values]]
 class Listener:
     """Receives the numbers of a run: override the methods that you need, pass it to `train`.
 
-    Only rank 0 calls it. An exception ends training as any other error does.
+    Only rank 0 calls it. An exception ends training as any other error does, except for one from
+    `on_end(None)`, which is ignored.
     """
 
     def on_begin(self, run: Path, config: Values) -> None:
@@ -147,18 +148,17 @@ def _wandb(wandb: Any, known: str | None, name: str, config: Values) -> tuple[An
     return run.id, lambda step, values: run.log({"step": step, **values}), run.finish
 
 
-SERVICES: Mapping[str, Callable[..., Any]] = {
-    "mlflow": _mlflow,
-    "wandb": _wandb,
-}  # by package: begins a run; id, log, end
+SERVICES = {"mlflow": _mlflow, "wandb": _wandb}  # by package; each returns id, log and end
 
 
 def log_to(service: str) -> Listener:
     """Make a listener that logs to "mlflow" or "wandb", as its environment variables say.
 
     Raises:
-      UserError: the package is missing; or, from the listener, the service raises an error.
+      UserError: another name, or a missing package; from the listener, an error of the service.
     """
+    if service not in SERVICES:
+        raise UserError(f"service must be one of {', '.join(SERVICES)}. Received: {service!r}")
     try:
         return _Service(SERVICES[service], service)
     except ImportError as error:
