@@ -8,8 +8,8 @@ from merlin_cowclip.plugins.optimizers.state import training_state, weights_of
 from merlin_cowclip.workflows import train
 from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.study.configuration import CHOICES
+from merlin_cowclip.workflows.training.builder import in_precision
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
-from merlin_cowclip.workflows.training.reproducibility import in_precision
 from merlin_cowclip.workflows.training.stopping import Stopping
 from merlin_cowclip.workflows.training.trainers import MOST_STEPS, Trainers
 

@@ -156,7 +156,7 @@ PLACES: dict[str, Place] = {
     "while evaluating": _at(_of("evaluation", "MetricAccumulator"), "add", after=True),
     "while metrics.csv is written": _at(_OS, "replace", _to("metrics.csv")),
     "between the evaluation and its checkpoint": _at(
-        _of("listeners", "_CsvFiles"), "on_epoch", after=True
+        _of("listeners", "_RunFiles"), "on_epoch", after=True
     ),
     "while a checkpoint is restored": _at(_of("checkpoint", "Checkpoint"), "restore"),
     "before the result": _at(_of("train"), "write_json", _named("result.json")),

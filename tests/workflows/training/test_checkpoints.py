@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -367,14 +368,14 @@ def test_shards_are_read_whole_and_own_sums_shared(tmp_path, monkeypatch, ranks)
 
 
 def test_how_often():
-    for given, steps, minutes in (
-        (None, None, None),
-        ("50", 50, None),
-        (50, 50, None),
-        ("0.5m", None, 0.5),
+    for given, steps, seconds in (
+        (None, math.inf, math.inf),
+        ("50", 50, math.inf),
+        (50, 50, math.inf),
+        ("0.5m", math.inf, 30.0),
     ):
         checkpointing = CheckpointConfig(checkpoint_every=given)
-        assert (checkpointing.steps, checkpointing.minutes) == (steps, minutes)
+        assert checkpointing.interval == (steps, seconds)
         assert (
             CheckpointConfig(**json.loads(json.dumps(dataclasses.asdict(checkpointing))))
             == checkpointing

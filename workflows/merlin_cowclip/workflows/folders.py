@@ -108,6 +108,11 @@ def replacing(path: Path) -> Iterator[Path]:
     os.replace(partial, path)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Read what `write_json` wrote; an OSError or ValueError if it is not there or no JSON."""
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write JSON so that a reader sees either what was there or all of it."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"

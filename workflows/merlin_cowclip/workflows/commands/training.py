@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 _DATASETS = ("criteo", "avazu")
 _LOG_TO = "log to this service in addition to TensorBoard; may be repeated"
 _MINUTES = "stop after N minutes with a checkpoint, and exit code 3"
-_LEFT_OUT = ("config", "manifest")  # of `result.json` by --json
 _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "log_to", "json", "quiet"}
 
 
@@ -90,7 +89,7 @@ def train(**values: Any) -> None:
     """
     run = (_begin if values["resume"] is None else _resume)(values)
     if is_rank_zero() and values["json"]:
-        found = {name: run.result[name] for name in run.result if name not in _LEFT_OUT}
+        found = {n: of for n, of in run.result.items() if n not in ("config", "manifest")}
         print_json({"run": str(run.path), **found})
     elif is_rank_zero():
         _tell(run, brief=values["quiet"])

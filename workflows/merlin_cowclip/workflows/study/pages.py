@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from merlin_cowclip.workflows.data.prepared_data import PARTS, TITLES
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import replacing
 
 
 class Cell(NamedTuple):
@@ -64,11 +65,9 @@ def write_page(
     folder = FileSystemLoader(Path(__file__).parent / "templates")
     template = Environment(loader=folder, autoescape=True).get_template("page.html.j2")
     text = template.render(title=title, headline=headline, facts=_facts(configs), sections=sections)
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        # A path's odd bytes, as `write_json` has them.
-        partial.write_text(text, "utf-8", errors="backslashreplace")
-        partial.replace(path)
+        with replacing(path) as partial:  # a path's odd bytes, as `write_json` has them
+            partial.write_text(text, "utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(f"a report must be written. Received: {path}: {error}") from error
     return path

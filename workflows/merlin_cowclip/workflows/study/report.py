@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import read_json
 from merlin_cowclip.workflows.study.comparison import (
     AUC,
     MINUTES,

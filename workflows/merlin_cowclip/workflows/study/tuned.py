@@ -13,6 +13,7 @@ from typing import Any
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError, clipped
+from merlin_cowclip.workflows.folders import read_json
 from merlin_cowclip.workflows.study.configuration import CHOICES, RANGES
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import columns_of
@@ -87,7 +88,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def _read(file: Path, reason: str) -> dict[str, Any]:
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return read_json(file)
     except OSError:
         raise UserError(f"{file.parent} {reason}") from None
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's network made from its configuration; and again, with the weights of a checkpoint."""
+"""A run's network: made by its configuration, seeds and precision, or with given weights."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.checkpoint import Checkpoint
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.learning_rates import CONSTANT_SCHEDULE, schedule_of
-from merlin_cowclip.workflows.training.reproducibility import in_precision
 from merlin_cowclip.workflows.training.runs import Run
 
 with quiet_imports():
@@ -23,6 +23,25 @@ with quiet_imports():
     from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
 
     from merlin_cowclip.models import MODELS
+
+
+def set_seeds(seed: int, *, deterministic: bool) -> None:
+    """Of Python, NumPy, TensorFlow and Keras; deterministic ops stay on in this process."""
+    tf.keras.utils.set_random_seed(seed)
+    if deterministic:
+        tf.config.experimental.enable_op_determinism()
+
+
+@contextlib.contextmanager
+def in_precision(name: str) -> Iterator[None]:
+    """Keras's precision of layers that are made: "float32", "mixed_float16" or another policy."""
+    keras = tf.keras.mixed_precision
+    before = keras.global_policy()
+    keras.set_global_policy(name)
+    try:
+        yield
+    finally:
+        keras.set_global_policy(before)
 
 
 def network(config: TrainConfig, schema: Schema) -> mm.Model:

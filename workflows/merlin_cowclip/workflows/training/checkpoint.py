@@ -10,7 +10,6 @@ twice, and cannot take `progress.json` with it in one rename.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import warnings
@@ -24,7 +23,7 @@ import numpy as np
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.horovod import broadcast
 from merlin_cowclip.workflows.errors import Notice, UserError, clipped
-from merlin_cowclip.workflows.folders import remove, write_json
+from merlin_cowclip.workflows.folders import read_json, remove, write_json
 from merlin_cowclip.workflows.training.ranks import gather_objects, raise_on_any_rank, rank_info
 
 _NAME = re.compile(r"step-(\d{10,})")
@@ -158,7 +157,7 @@ class Checkpoints:
         path, progress = self.path(step), None
         with raise_on_any_rank(), _as_user_errors(path / _PROGRESS):
             if rank_info().rank == 0:
-                progress = json.loads((path / _PROGRESS).read_text(encoding="utf-8"))
+                progress = read_json(path / _PROGRESS)
         return Checkpoint(path, step, gather_objects(progress)[0])
 
     def newest(self, read: Callable[[Checkpoint], Any], then: str, last: int | None = None) -> Any:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -445,12 +446,7 @@ class CheckpointConfig:
         check_fields(self)
 
     @property
-    def steps(self) -> int | None:
-        """Updates between checkpoints."""
-        return self.checkpoint_every if isinstance(self.checkpoint_every, int) else None
-
-    @property
-    def minutes(self) -> float | None:
-        """Minutes between checkpoints."""
-        every = self.checkpoint_every
-        return float(every[:-1]) if isinstance(every, str) else None
+    def interval(self) -> tuple[float, float]:
+        """Updates and seconds between checkpoints; infinity for one that does not count."""
+        every = self.checkpoint_every or math.inf
+        return (math.inf, 60 * float(every[:-1])) if isinstance(every, str) else (every, math.inf)

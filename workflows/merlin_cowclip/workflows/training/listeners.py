@@ -25,7 +25,8 @@ Tables = Mapping[str, Sequence[Values]]
 class Listener:
     """Receives the numbers of a run: override the methods that you need, pass it to `train`.
 
-    Only rank 0 calls it. An exception ends training as any other error does.
+    Only rank 0 calls it. An exception ends training as any other error does, except for one from
+    `on_end(None)`, which is ignored.
     """
 
     def on_begin(self, run: Path, config: Values) -> None:
@@ -51,7 +52,7 @@ def notify(listeners: Sequence[Listener], method: str, *arguments: Any) -> None:
 @contextlib.contextmanager
 def listening(users: Sequence[Listener], run: Path, config: Values) -> Iterator[Sequence[Listener]]:
     """Begin training for all listeners, users' and own; an error within it ends it for them."""
-    listeners = [_CsvFiles(), _TensorBoard(), *users]
+    listeners = [_RunFiles(), *users]
     notify(listeners, "on_begin", run, config)
     try:
         yield listeners
@@ -62,27 +63,13 @@ def listening(users: Sequence[Listener], run: Path, config: Values) -> Iterator[
         raise
 
 
-class _CsvFiles(Listener):
-    """Writes the CSV files of a run, each whole."""
-
-    def on_begin(self, run: Path, config: Values) -> None:
-        self._run = run
-
-    def on_epoch(self, step: int, row: Values, tables: Tables) -> None:
-        for name, rows in tables.items():
-            with replacing(self._run / name) as new, new.open("w", -1, "utf-8", newline="") as file:
-                writer = csv.DictWriter(file, list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
-
-
-class _TensorBoard(Listener):
-    """Writes TensorBoard's events by its own writer: `tf.summary.scalar` leaks memory."""
+class _RunFiles(Listener):
+    """Writes the CSV files of a run, each whole, and TensorBoard's events."""
 
     def on_begin(self, run: Path, config: Values) -> None:
         from tensorboard.summary import Writer  # type: ignore[import-untyped]
 
-        self._events = Writer(str(run / EVENTS))
+        self._run, self._events = run, Writer(str(run / EVENTS))  # tf.summary leaks memory
 
     def on_step(self, step: int, values: Values) -> None:
         for tag, value in values.items():
@@ -90,6 +77,11 @@ class _TensorBoard(Listener):
         self._events.flush()
 
     def on_epoch(self, step: int, row: Values, tables: Tables) -> None:
+        for name, rows in tables.items():
+            with replacing(self._run / name) as new, new.open("w", -1, "utf-8", newline="") as file:
+                writer = csv.DictWriter(file, list(rows[0]))
+                writer.writeheader()
+                writer.writerows(rows)
         self.on_step(step, _numbers("all/", {n: row[n] for n in row if n.startswith("valid_")}))
 
     def on_end(self, result: Values | None) -> None:
@@ -110,8 +102,8 @@ class _Service(Listener):
         file = run / EVENTS / f"{self._name}.txt"
         known = file.read_text(encoding="utf-8") if file.exists() else None
         begun = self._call(self._begin, self._package, known, run.name, config)
-        found, self._log, self._end = begun
-        file.write_text(found, encoding="utf-8")
+        service_id, self._log, self._end = begun
+        file.write_text(service_id, encoding="utf-8")
 
     def on_step(self, step: int, values: Values) -> None:
         self._call(self._log, step, values)
@@ -122,50 +114,51 @@ class _Service(Listener):
     def on_end(self, result: Values | None) -> None:
         if result is not None:
             self.on_step(result["last_step"], _numbers("result/", result))
-        self._call(self._end, result is None)
+        self._call(self._end, int(result is None))
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # MLflow prints links
-                return function(*arguments)
+            return function(*arguments)
         except Exception as error:
             raise UserError(f"cannot log to {self._name}: {clipped(str(error))}") from error
 
 
-def _mlflow(package: Any, known: str | None, name: str, config: Values) -> tuple[Any, ...]:
-    found = package.start_run(known, run_name=name, nested=True).info.run_id
+def _mlflow(mlflow: Any, known: str | None, name: str, config: Values) -> tuple[Any, ...]:
+    found = mlflow.start_run(known, run_name=name, nested=True).info.run_id
     if known is None:  # parameters of a run cannot change
         scaled = {f"scaled.{name}": value for name, value in config["scaled"].items()}
-        package.log_params({n: str(of)[:500] for n, of in {**config, **scaled}.items()})
+        mlflow.log_params({n: str(of)[:500] for n, of in {**config, **scaled}.items()})
 
     def log(step: int, values: Values) -> None:
         metrics = [(re.sub(r"[^\w./ -]", "_", name), value) for name, value in values.items()]
         for first in range(0, len(metrics), 1000):  # the most in one call
-            package.log_metrics(dict(metrics[first : first + 1000]), step=step)
+            mlflow.log_metrics(dict(metrics[first : first + 1000]), step=step)
 
-    return found, log, lambda failed: package.end_run("FAILED" if failed else "FINISHED")
+    def end(exit_code: int) -> None:
+        with contextlib.redirect_stdout(sys.stderr):  # it prints a link
+            mlflow.end_run("FAILED" if exit_code else "FINISHED")
+
+    return found, log, end
 
 
-def _wandb(package: Any, known: str | None, name: str, config: Values) -> tuple[Any, ...]:
-    how = {"resume": "allow", "allow_val_change": True}
-    run = package.init(id=known, name=name, config=dict(config), **how)
+def _wandb(wandb: Any, known: str | None, name: str, config: Values) -> tuple[Any, ...]:
+    how = {"name": name, "config": dict(config), "allow_val_change": True}
+    run = wandb.init(id=known, resume="allow", **how)
     run.define_metric("*", step_metric="step")  # W&B's own steps cannot go back
-    log, end = lambda step, values: run.log({"step": step, **values}), run.finish
-    return run.id, log, lambda failed: end(exit_code=int(failed))
+    return run.id, lambda step, values: run.log({"step": step, **values}), run.finish
 
 
-SERVICES: Mapping[str, Callable[..., Any]] = {
-    "mlflow": _mlflow,
-    "wandb": _wandb,
-}  # by package: begins a run; id, log, end
+SERVICES = {"mlflow": _mlflow, "wandb": _wandb}  # by package; each returns id, log and end
 
 
 def log_to(service: str) -> Listener:
     """Make a listener that logs to "mlflow" or "wandb", as its environment variables say.
 
     Raises:
-      UserError: the package is missing; or, from the listener, the service raises an error.
+      UserError: another name, or a missing package; from the listener, an error of the service.
     """
+    if service not in SERVICES:
+        raise UserError(f"service must be one of {', '.join(SERVICES)}. Received: {service!r}")
     try:
         return _Service(SERVICES[service], service)
     except ImportError as error:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD, PreparedData, check_workflow
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped
-from merlin_cowclip.workflows.folders import package_versions, refuse_pattern
+from merlin_cowclip.workflows.folders import package_versions, read_json, refuse_pattern
 from merlin_cowclip.workflows.manifest import check_manifest, checksum
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
@@ -102,7 +102,7 @@ def read_config(run: Path) -> dict[str, Any]:
     """A run's `config.json`, finished or not; refuses what is no run."""
     refuse_pattern(run, "run")
     try:
-        return dict(json.loads((run / CONFIG).read_text(encoding="utf-8")))
+        return read_json(run / CONFIG)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"a run to resume must have its configuration. Received: {run / CONFIG}: "
@@ -204,16 +204,14 @@ class Run:
             )
         if not (path / RESULT).exists():
             if (path / FAILED).exists():
-                failed = json.loads((path / FAILED).read_text(encoding="utf-8"))["error"].rstrip(
-                    "."
-                )
+                failed = read_json(path / FAILED)["error"].rstrip(".")
                 raise UserError(f"{path} failed: {failed}. Train again, or: {how_to_resume(path)}")
             raise UserError(
                 f"a run must hold {RESULT}, which is written last. Received: {path}, a run that "
                 f"did not finish. Resume it: {how_to_resume(path)}"
             )
         try:
-            result = dict(json.loads((path / RESULT).read_text(encoding="utf-8")))
+            result = read_json(path / RESULT)
             if result["format"] != FORMAT_VERSION:
                 raise ValueError(f"format {result['format']!r} instead of {FORMAT_VERSION}")
             manifest = result["manifest"]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import json
 import math
 import os
 import shutil
@@ -21,6 +20,7 @@ from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.errors import NotFiniteError, Notice, UserError, clipped
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,
+    read_json,
     refuse_existing,
     refuse_pattern,
     remove,
@@ -62,10 +62,9 @@ with quiet_imports():
 
     from merlin_cowclip.plugins import CowClipOptimizer, save_model, whole_tables
     from merlin_cowclip.plugins._tensorflow import mm, tf
-    from merlin_cowclip.workflows.training.builder import warm_start_from
+    from merlin_cowclip.workflows.training.builder import in_precision, set_seeds, warm_start_from
     from merlin_cowclip.workflows.training.checkpoint import Checkpoints
     from merlin_cowclip.workflows.training.loader import Loader
-    from merlin_cowclip.workflows.training.reproducibility import in_precision, set_seeds
     from merlin_cowclip.workflows.training.trainer import Trainer
 
 _FULL = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
@@ -252,7 +251,7 @@ def _reopened(
     was = config_in(before)
     config = with_epochs(was, epochs, run)
     if (run / RESULT).exists():
-        ended = len(json.loads((run / RESULT).read_text(encoding="utf-8"))["epochs"])
+        ended = len(read_json(run / RESULT)["epochs"])
         if config == was or ended < was.epochs:
             remedy = f"To train longer: {how_to_resume(run)} --epochs N"
             if ended < was.epochs:
@@ -361,9 +360,8 @@ def _train(
                 if checkpointing.saved_model:
                     remove(run / "model")  # half a one, if a process was killed here before
                     save_model(trainer.model, run / "model")
-                more: dict[str, Any] = {**quality, "checkpoint": which, "parameters": sizes}
-                more |= {"clip": clip, "config": record}
-                result = _write_result(run, trainer, loader.rows_per_epoch, more)
+                more = {"checkpoint": which, "parameters": sizes, "clip": clip, "config": record}
+                result = _write_result(run, trainer, loader.rows_per_epoch, {**quality, **more})
         result = gather_objects(result)[0]  # other ranks may have other disks
     notify(trainer.listeners, "on_end", result)
     return Run(run, result)
@@ -387,9 +385,7 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
         raise
 
 
-def _write_result(
-    run: Path, trainer: Trainer, rows: int, more: Mapping[str, Any]
-) -> dict[str, Any]:
+def _write_result(run: Path, trainer: Trainer, rows: int, more: dict[str, Any]) -> dict[str, Any]:
     epochs = trainer.progress.epochs
     seconds = sum(epoch["seconds"] for epoch in epochs)
     result = {
@@ -404,7 +400,7 @@ def _write_result(
         "manifest": manifest_of(run, without=(EVENTS, CHECKPOINTS, LOCK)),
     }
     write_json(run / RESULT, result)
-    return dict(json.loads((run / RESULT).read_text(encoding="utf-8")))
+    return read_json(run / RESULT)
 
 
 @contextlib.contextmanager

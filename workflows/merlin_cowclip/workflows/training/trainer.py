@@ -8,6 +8,7 @@ of it is in a checkpoint. What comes next depends on that alone.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -230,13 +231,11 @@ class Trainer:
         Raises:
           Stopped: it was asked to; without a run's folder a KeyboardInterrupt.
         """
-        checkpointing, stopping = self._checkpointing, self._stopping
-        minutes = checkpointing.minutes
-        is_late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        (steps, seconds), stopping = self._checkpointing.interval, self._stopping
+        is_late = seconds < math.inf and time.monotonic() - self._saved_at >= seconds
         is_late = stopping.agree(is_late, now=now)
         if not stopping.asked or self._is_finished():
-            is_step = checkpointing.steps is not None and self.step % checkpointing.steps == 0
-            return self._run is not None and (is_late or is_step)
+            return self._run is not None and (is_late or self.step % steps == 0)
         if self._run is None:
             raise KeyboardInterrupt
         self._save()
@@ -261,8 +260,7 @@ class Trainer:
             self._log(row)
         self.progress.epochs.append(row)
         self.progress.seconds = 0.0
-        if self._run is not None:
-            self._save()
+        self._save()
         if self._show:
             print(self._line(row), flush=True)
         return row
@@ -358,8 +356,8 @@ class Trainer:
         self.optimizer.broadcast()
 
     def _save(self) -> None:
-        """Write a checkpoint of now, unless there is one."""
-        if self.step == self._saved:
+        """Write a checkpoint of now, unless there is one; without a run's folder none."""
+        if self._run is None or self.step == self._saved:
             return
         shared, shards = self._state.shared.items(), self._state.shards.items()
         weights = [v for name, v in (*shared, *shards) if name.startswith("weight/")]

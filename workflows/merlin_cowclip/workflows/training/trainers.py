@@ -12,9 +12,8 @@ from distributed.system import MEMORY_LIMIT
 
 from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.training.builder import dummy_batch, network
+from merlin_cowclip.workflows.training.builder import dummy_batch, network, set_seeds
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.reproducibility import set_seeds
 from merlin_cowclip.workflows.training.step_variables import compiled_step_key
 from merlin_cowclip.workflows.training.stopping import Stopping
 from merlin_cowclip.workflows.training.train import check_trainable
