@@ -39,9 +39,6 @@ from merlin_cowclip.workflows.training.runs import (
     identity_of,
 )
 
-with quiet_imports():
-    from merlin_cowclip.workflows.training.train import check_trainable, resume, train
-
 FORMAT_VERSION = 2
 RECORD, GRIDS, RUNS = "sweep.json", "grids", "runs"
 DIVERGED = "diverged.json"  # instead of the result, of a run whose loss or weights were not finite
@@ -127,6 +124,8 @@ def _alone_with(run: Path) -> Iterator[bool]:
 
 def _train(run: Path, config: TrainConfig, data: PreparedData) -> None:
     """Train a run, or resume it; its checkpoints are removed once it ends."""
+    from merlin_cowclip.workflows.training.train import resume, train
+
     try:
         if (run / CONFIG).exists():
             resume(run, data=data.path, progress=False)
@@ -145,6 +144,9 @@ def _check(data: PreparedData, configs: dict[str, TrainConfig]) -> None:
     if not data.test_files and not data.valid_files:
         raise UserError(f"{data.path} has no validation or test part. Name data that has one")
     check_input_names(data.spec)
+    with quiet_imports():
+        from merlin_cowclip.workflows.training.train import check_trainable
+
     for config in configs.values():
         check_trainable(data, config)
 
