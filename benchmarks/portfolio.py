@@ -11,7 +11,6 @@ value most, on average over the data sets:
     python benchmarks/portfolio.py choose RECORD     # the leave-one-out table, and the portfolio
     python benchmarks/portfolio.py transfer RECORD   # what is lost with values as found, and scaled
     python benchmarks/portfolio.py smaller DATA --batch-size 512   # the portfolio at a small batch
-    python benchmarks/portfolio.py curve OUT TUNE…   # a picture of how the best AUC of tunes rises
 
 `benchmarks/records/portfolio.json` is the record that we chose by. "Leave one out": chosen by the
 other data sets, without any point that was found on this one.
@@ -35,7 +34,6 @@ from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.study.tuned import Tuned
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.stopping import Stopping
 from merlin_cowclip.workflows.training.trainers import Trainers
@@ -269,24 +267,6 @@ def smaller(data: PreparedData, batch_size: int, epochs: int) -> None:
                 print(number, what, *(f"{auc:.2f}" for auc in aucs), flush=True)
 
 
-def curve(out: Path, tunes: Sequence[Path]) -> None:
-    """Draw what the best trial so far loses to the best of all, by the time in epochs."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.subplots()
-    for path in tunes:
-        tuned = Tuned.open(path)
-        trials = tuned.result["trials"]
-        epoch = np.median([one["seconds"] / len(one["curve"]) for one in trials if one["curve"]])
-        spent = np.cumsum([one["seconds"] for one in trials]) / epoch
-        best = np.maximum.accumulate([one["auc"] or 0.5 for one in trials])
-        axes.step(spent, 100 * (best[-1] - best), where="post", marker="o", label=path.name)
-    axes.set(xlabel="time, in epochs of the same data", ylabel="AUC below the best trial, %")
-    axes.legend()
-    figure.savefig(out)
-
-
 def main() -> None:
     """One of the commands."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -308,9 +288,6 @@ def main() -> None:
     tried.add_argument("data", type=Path)
     tried.add_argument("--batch-size", type=int, default=512)
     tried.add_argument("--epochs", type=int, default=2)
-    drawn = commands.add_parser("curve")
-    drawn.add_argument("out", type=Path)
-    drawn.add_argument("tunes", type=Path, nargs="+")
     options = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if options.command == "logs":
@@ -318,9 +295,6 @@ def main() -> None:
         return
     if options.command == "smaller":
         smaller(PreparedData.open(options.data), options.batch_size, options.epochs)
-        return
-    if options.command == "curve":
-        curve(options.out, options.tunes)
         return
     record = json.loads(options.record.read_text()) if options.record.exists() else {}
     if options.command == "measure":

@@ -96,7 +96,8 @@ def stand_ins(tmp_path_factory) -> Path:
     _existing_pipeline(home)
     with pytest.MonkeyPatch.context() as patch, quick_saves():
         patch.chdir(home)
-        small = ["--model", "lr", "--epochs", "1", "--batch-size", BATCH]
+        # With constant rates a finished run can go on.
+        small = ["--model", "lr", "--epochs", "1", "--batch-size", BATCH, "--rule", "sqrt"]
         assert main(["prepare", "criteo", "train.txt", "--out", "data"]) == 0
         assert main(["train", "data", "--out", "run", *small]) == 0
     for name, of in (("DATA", "data"), ("DIR", "data"), ("RUN", "run")):

@@ -71,7 +71,7 @@ def test_what_is_concluded():
     assert [one["steps"] for one in found["sizes"]] == [800, 400, 300]
     assert (found["E0"], found["B*"]) == pytest.approx((1.5, 4200))
     assert found["sentence"] == (
-        "Up to 2,000 the AUC is that of 1,000, in 2× fewer steps; at 4,000 it is 0.30 % lower; "
+        "Up to 2,000 the AUC of 1,000 is kept, in 2× fewer steps; at 4,000 it is 0.30 % lower; "
         "critical batch size about 4,200, beyond what was measured (fit within 11 %)."
     )
     assert json.loads(json.dumps(found))["target_auc"] == pytest.approx(0.7)

@@ -12,7 +12,7 @@ from .processes import ROOT, START
 
 pytestmark = pytest.mark.extended
 OPTIONS = ("--model", "lr", "--batch-size", 512, "--epochs", 2, "--seeds", 1)
-TRIALS = ("--trials", 8)
+TRIALS = ("--trials", 7)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_killed_stopped_and_resumed(interpreter, data, tmp_path):
     assert done.stderr == ""
     assert done.stdout.startswith("trial  validation AUC")  # only the tables
     trials = ended(out)
-    assert len(trials) == 8
+    assert len(trials) == 7
     assert trials[:2] == kept
     result = Tuned.open(out).result
     best = max(trial["auc"] for trial in result["trials"])

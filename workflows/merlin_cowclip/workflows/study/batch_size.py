@@ -140,7 +140,7 @@ def _sentence(found: Mapping[str, Any], tolerance: float) -> str:
     parts = [f"No larger batch keeps the AUC of {small:,}"]
     if free != small:
         fewer = f"{free / small:.3g}× fewer steps"
-        parts = [f"Up to {free:,} the AUC is that of {small:,}, in {fewer}"]
+        parts = [f"Up to {free:,} the AUC of {small:,} is kept, in {fewer}"]
     worst = sizes[-1]
     if worst is not kept and worst["valid_auc"]:
         lost = 100 * (first["valid_auc"][0] - worst["valid_auc"][0])
