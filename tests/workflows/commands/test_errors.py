@@ -111,7 +111,7 @@ REFUSED = {
     # sweep, batch-size, report
     "sweep DATA LOG --out OUT": "cannot read the grid LOG",
     "sweep DATA paper:table3 --out OUT": "no grid 'paper:table3' … table1, table12, table2",
-    "sweep DATA GRID --out EMPTY": "EMPTY is neither … Name another folder",
+    "sweep DATA GRID --out EMPTY": "must be new … EMPTY is neither … Name another folder",
     f"{SIZES}64 --tuned NOWHERE": "NOWHERE is no tuning study",
     f"{SIZES}64": "Missing option '--tuned'",
     "report NOWHERE": "no folder 'NOWHERE' … Name a sweep",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -71,8 +72,8 @@ def test_what_is_concluded():
     assert [one["steps"] for one in found["sizes"]] == [800, 400, 300]
     assert (found["E0"], found["B*"]) == pytest.approx((1.5, 4200))
     assert found["sentence"] == (
-        "Up to 2,000 the AUC of 1,000 is kept, in 2× fewer steps; at 4,000 it is 0.30 % lower; "
-        "critical batch size about 4,200, beyond what was measured (fit within 11 %)."
+        "Up to 2,000 the AUC of 1,000 is kept, in 2× fewer steps; at 4,000 it is 0.30 points "
+        "lower; critical batch size about 4,200, beyond what was measured (fit within 11 %)."
     )
     assert json.loads(json.dumps(found))["target_auc"] == pytest.approx(0.7)
     rows = [line.split() for line in text(found).splitlines()[2:5]]
@@ -84,6 +85,18 @@ def test_one_seed_has_no_deviation():
     assert text(found).splitlines()[2].split()[-2:] == ["1.00", "100"]
     assert found["E0"] is None  # two batch sizes are a line anyway
     assert section(found, "").plots
+
+
+def test_few_steps_and_a_bad_fit():
+    """A size with few steps has an AUC, and no part in the target and the fit."""
+    curves = {1000: [[0.69, 0.7]], 2000: [[0.5, 0.7]], 3000: [[0.5, 0.7]], 8000: [[0.5, 0.6]]}
+    found = result(groups_of(curves), 100_000, tolerance=0.001)
+    assert found["target_auc"] == 0.7
+    assert [len(one["epochs"]) for one in found["sizes"]] == [1, 1, 1, 0]
+    assert "at 8,000 it is 10.00 points lower" in found["sentence"]
+    curves = {1000: [[0.7, 0.7]], 1500: [[0.5, 0.7]], 3000: [[0.5, 0.7]]}
+    found = result(groups_of(curves), 100_000, tolerance=0.001)
+    assert re.search(r"critical batch size unknown \(fit off by 3\d %\)", found["sentence"])
 
 
 def test_a_batch_size_that_diverges():

@@ -109,17 +109,18 @@ def test_other_data_are_refused(swept, data, tmp_path):
     other = prepare(
         SPEC, [data.path.parent / "log.csv"], tmp_path / "other", seed=7, progress=False
     )
-    with pytest.raises(UserError, match="is a sweep of .* as it was. The output folder must be"):
+    with pytest.raises(UserError, match="must be new, or .* is a sweep of .* as it was. Name"):
         sweep(other, CONFIGS, swept, progress=False)
     (tmp_path / "mine").mkdir()
-    with pytest.raises(UserError, match="mine is neither. The output folder must be new"):
+    with pytest.raises(UserError, match="must be new, .*mine is neither. Name"):
         sweep(data, CONFIGS, tmp_path / "mine", progress=False)
     assert not list((tmp_path / "mine").iterdir())
 
 
 def test_each_run_has_a_line(data, tmp_path, grid, capsys):
     assert main(["sweep", str(data.path), grid, "--out", str(tmp_path / "out")]) == 0
-    few, *lines = capsys.readouterr().out.splitlines()
+    few, begun, *lines = capsys.readouterr().out.splitlines()
+    assert begun == "0 of 4 runs have ended. Training."
     assert few.startswith("Warning: at batch size 512 an epoch has only 3 steps.")
     assert re.fullmatch(r"\[1/4\] batch_size 128, seed 1: AUC 0\.\d{4} \(\d+ s\)", lines[0])
     assert lines[3].startswith("[4/4] batch_size 512, seed 2: AUC ")

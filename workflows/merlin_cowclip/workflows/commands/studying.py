@@ -138,7 +138,7 @@ def configurations(
 )
 @argument("data", type=PATH)
 @path("--tuned", "TUNE", "tuning study with the hyperparameters to scale by √", required=True)
-@option("--batch-sizes", type=SIZES, help="samples per update", required=True)
+@option("--batch-sizes", type=SIZES, metavar="N,N…", help="samples per update", required=True)
 @path("--out", "SWEEP", "folder of the runs", required=True)
 @option("--seeds", type=int, default=3, metavar="K", help="runs at each batch size")
 @option(

@@ -90,7 +90,8 @@ def train(**values: Any) -> None:
     run = (_begin if values["resume"] is None else _resume)(values)
     if is_rank_zero() and values["json"]:
         found = {n: of for n, of in run.result.items() if n not in ("config", "manifest")}
-        print_json({"run": str(run.path), **found})
+        used = {n: run.config[n] for n in ("model", "rule", "batch_size", "scaled")}
+        print_json({"run": str(run.path), **used, **found})
     elif is_rank_zero():
         _tell(run, brief=values["quiet"])
 

@@ -28,6 +28,7 @@ from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 NAME = "batch-size"
 _SIZES = 3  # with fewer there is no fit
+_MISS = 0.25  # of a mean, by which a fit may be off
 
 
 def batch_size(
@@ -95,16 +96,16 @@ def fit(epochs: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 def result(groups: Mapping[int, Group], rows: int, tolerance: float) -> dict[str, Any]:
     """What the runs of each batch size came to, fit for JSON; `rows`: of the training part."""
+    smallest = min(groups)
+    if not groups[smallest].mean(VALID_AUC):
+        raise UserError(f"a run at the smallest batch size, {smallest:,}, diverged. Tune again")
     curves = {
         size: [
             [e["valid_auc"] for e in run.result["epochs"]] for run in group.finished if run.result
         ]
-        for size, group in sorted(groups.items())
-        if group.mean(VALID_AUC)  # None did not diverge
+        for size, group in groups.items()
+        if group.mean(VALID_AUC) and (size == smallest or not few_steps(rows, size))
     }
-    smallest = min(groups)
-    if smallest not in curves:
-        raise UserError(f"a run at the smallest batch size, {smallest:,}, diverged. Tune again")
     target = min(max(curve) for of in curves.values() for curve in of)
     sizes = []
     for size, group in sorted(groups.items()):
@@ -144,18 +145,18 @@ def _sentence(found: Mapping[str, Any], tolerance: float) -> str:
     worst = sizes[-1]
     if worst is not kept and worst["valid_auc"]:
         lost = 100 * (first["valid_auc"][0] - worst["valid_auc"][0])
-        parts.append(f"at {worst['batch_size']:,} it is {lost:.2f} % lower")
+        parts.append(f"at {worst['batch_size']:,} it is {lost:.2f} points lower")
     elif worst is not kept:
         parts.append(f"at {worst['batch_size']:,} a run diverged")
     if found["B*"] is not None:
         means = {one["batch_size"]: one["mean_epochs"] for one in sizes if one["epochs"]}
         fitted = {size: found["E0"] * (1 + size / found["B*"]) for size in means}
         miss = max(abs(fitted[size] / mean - 1) for size, mean in means.items())
-        beyond = ", beyond what was measured" * (found["B*"] > worst["batch_size"])
+        beyond = ", beyond what was measured" * (found["B*"] > max(means))
         critical = float(f"{found['B*']:.2g}")
-        parts.append(
-            f"critical batch size about {critical:,.0f}{beyond} (fit within {100 * miss:.0f} %)"
-        )
+        said, off = f"about {critical:,.0f}{beyond} (fit within", f"{100 * miss:.0f} %"
+        said = said if miss <= _MISS else "unknown (fit off by"
+        parts.append(f"critical batch size {said} {off})")
     elif found["E0"] is not None:
         parts.append("the epochs do not grow with the batch size")
     return f"{'; '.join(parts)}."
@@ -189,7 +190,11 @@ def section(found: Mapping[str, Any], command: str) -> Section:
     target = f"{100 * found['target_auc']:.2f} %"
     names = {"validation": "valid_auc", "test": "auc"}
     aucs: dict[str, Line] = {
-        name: [(one["batch_size"], *(100 * of for of in one[key])) for one in whole if one[key]]
+        name: [
+            (one["batch_size"], *(100 * of for of in one[key]))
+            for one in found["sizes"]
+            if one[key]
+        ]
         for name, key in names.items()
     }
     epochs: dict[str, Line] = {
@@ -212,7 +217,6 @@ def section(found: Mapping[str, Any], command: str) -> Section:
     return Section(
         "how-large",
         "How large a batch these data take",
-        runs=str(sum(len(one["epochs"]) for one in found["sizes"])),
         verdict="" if found["warning"] else found["sentence"],
         doubt=found["warning"] and f"No verdict: {found['warning']}",
         tables=[Table(header, rows)],

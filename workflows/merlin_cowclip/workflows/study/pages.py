@@ -48,6 +48,9 @@ class Section:
     command: str = ""  # what prints the numbers again
 
 
+_BASE = ("base_batch_size", "dense_lr", "embedding_lr", "l2")  # of a configuration
+
+
 def write_page(
     path: Path,
     title: str,
@@ -87,6 +90,7 @@ def _facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
             "embedding rows": f"{config['table_rows']:,} in {len(config['cardinalities'])} fields",
             "network": f"{config['model']}{mlp and f', MLP {mlp}'}",
             "epochs": str(config.get("epochs", "")),
+            "base": ", ".join(f"{name} {config[name]:,.6g}" for name in _BASE if name in config),
             "machine": f"{cpu}, GPUs: {gpus}",
             "versions": ", ".join(f"{name} {of}" for name, of in config["versions"].items()),
         }.items():

@@ -85,6 +85,7 @@ def sweep(
     if few := few_steps(data.rows["train"], max(config.batch_size for config in configs)):
         say(f"Warning: {few}", flush=True)
     todo = {out / RUNS / run: config for run, config in by_name.items()}
+    say(f"{sum(map(_is_done, todo))} of {len(todo)} runs have ended. Training.", flush=True)
     try:
         while todo := {run: config for run, config in todo.items() if not _is_done(run)}:
             for run, config in todo.items():
@@ -168,7 +169,7 @@ def _make_folder(out: Path, data: PreparedData) -> None:
     if {**found, **record} != found:
         of = f"a sweep of {found['data']} as it was" if found else "neither"
         raise UserError(
-            f"{out} is {of}. The output folder must be new, or a sweep of {data.path}. Name "
+            f"the output folder must be new, or a sweep of {data.path}. {out} is {of}. Name "
             "another folder"
         )
 

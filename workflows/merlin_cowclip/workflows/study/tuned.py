@@ -71,9 +71,10 @@ def check_resumable(out: Path, record: Mapping[str, Any]) -> None:
     for name in now:  # the data may be moved
         if before.get(name) != now[name]:
             was, given = (clipped(repr(one.get(name))) for one in (before, now))
+            what = "Leave the option out" if name in record["config"] else "Give the same data"
             raise UserError(
-                f"{out} was begun with {name}={was}, and this call has {name}={given}. Leave the "
-                "option out, or name another folder"
+                f"{out} was begun with {name}={was}, and this call has {name}={given}. {what}, or "
+                "name another folder"
             )
 
 
