@@ -134,7 +134,7 @@ def run(record: Path, name: str, data: PreparedData, batch_size: int, epochs: in
     """All searches on one data set; each seed is written as it ends."""
     rows = data.rows["train"]
     for seed in SEEDS:
-        own = {"epochs": 4, "rows": rows, "seed": seed, "steps": True}
+        own = {"epochs": 4, "rows": rows, "seed": seed}
         config = TuneConfig(batch_size, {"mlp": (128, 128)}, **own)
         search = Search(data, config, Trainers(data))
         queue = zip(config.queue, json.loads(PORTFOLIO.read_text(encoding="utf-8")), strict=True)

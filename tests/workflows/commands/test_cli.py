@@ -164,7 +164,8 @@ def test_json(here, tmp_path, capfd):
     result = json.loads((run / "result.json").read_text())
     assert trained.keys() >= {"run", "auc", "log_loss", "calibration", "best_epoch", "checkpoint"}
     assert trained.keys() >= {"epochs", "train_seconds", "samples_per_second", "clip"}
-    assert {"run": str(run), **result}.items() >= trained.items()
+    used = {name: result["config"][name] for name in ("model", "rule", "batch_size", "scaled")}
+    assert {"run": str(run), **used, **result}.items() >= trained.items()
     assert len(printed("train", "--resume", run, "--epochs", 3)["epochs"]) == 3
     result = json.loads((run / "result.json").read_text())
     quality = {name: result[name] for name in ("auc", "log_loss", "calibration")}

@@ -57,7 +57,6 @@ class TuneConfig:
         `Tuned.train_config()`. Without a base no rule is tried.
       update, rule_epochs: of the rules' trials (default: "exact", `epochs`); both are searched.
       epochs: the most that a trial trains.
-      steps: whether λ and learning rates near the best trial's are tried before TPE's proposals.
       rows: training rows, which scale the portfolio; `tune` takes the data's.
       seed: of the hold-out, the search, and the weights and row order of trials.
       deterministic: as in `TrainConfig`.
@@ -71,7 +70,6 @@ class TuneConfig:
     update: str = "exact"
     rule_epochs: int | None = None
     epochs: int = 10
-    steps: bool = False
     rows: int | None = None
     seed: int = 1234
     deterministic: bool = True
@@ -125,8 +123,8 @@ class TuneConfig:
         return [(json.loads(params), ", ".join(names)) for params, names in origins.items()]
 
     def steps_from(self, best: Params) -> Iterator[tuple[Params, str]]:
-        """The steps of a pattern search (Hooke and Jeeves 1961) in the ranges, if switched on."""
-        for name, factor in _STEPS if self.steps else ():
+        """The steps of a pattern search (Hooke and Jeeves 1961) in the ranges."""
+        for name, factor in _STEPS:
             if self.ranges[name][0] <= factor * best[name] <= self.ranges[name][1]:
                 yield {**best, name: factor * best[name]}, f"{name} × {factor:g}"
 

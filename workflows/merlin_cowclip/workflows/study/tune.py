@@ -48,6 +48,7 @@ with quiet_imports():
 
 HELD_OUT = 0.1  # share of the training rows that are the validation part of data without one
 OVERFIT = 0.005  # a trial ends once its AUC is so far below its own best
+STEPS = 12  # from the best trial at most, before TPE
 ERROR = 0.002  # of an AUC, until a trial has two repeats
 _HEARTBEAT, _GRACE = 10, 60  # seconds; a trial without a heartbeat for so long is tried again
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)  # PRUNED: it diverged
@@ -232,7 +233,8 @@ class _Tuning:
         failed = TrialState.FAIL  # interrupted: tried again
         known = [t.system_attrs.get("fixed_params", t.params) for t in trials if t.state != failed]
         best = max(ended, key=lambda one: one["auc"] or 0, default=None)
-        steps = self.config.steps_from(best["params"]) if best else ()
+        taken = sum("×" in t.user_attrs.get("origin", "") for t in trials)
+        steps = self.config.steps_from(best["params"]) if best and taken < STEPS else ()
         for params, origin in (*self.config.queue, *steps):
             if params not in known and not is_waiting:
                 self.search.enqueue_trial(params, user_attrs={"origin": origin})
