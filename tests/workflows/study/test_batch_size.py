@@ -96,6 +96,8 @@ def test_few_steps_and_a_bad_fit():
     assert "at 8,000 it is 10.00 points lower" in found["sentence"]
     curves = {1000: [[0.7, 0.7]], 1500: [[0.5, 0.7]], 3000: [[0.5, 0.7]]}
     found = result(groups_of(curves), 100_000, tolerance=0.001)
+    steep = {1000: [[0.7]], 2000: [[0.5, 0.5, 0.7]], 3000: [[0.5] * 5 + [0.7]]}
+    assert result(groups_of(steep), 100_000, tolerance=0.001)["B*"] is None
     assert re.search(r"critical batch size unknown \(fit off by 3\d %\)", found["sentence"])
 
 

@@ -121,7 +121,8 @@ def result(groups: Mapping[int, Group], rows: int, tolerance: float) -> dict[str
     if len(curves) >= _SIZES:
         points = ((one["batch_size"], number) for one in sizes for number in one["epochs"])
         e0, critical = fit(points)
-        found |= {"E0": e0, "B*": critical if math.isfinite(critical) else None}
+        if e0 > 0:  # else the epochs grow faster than a line
+            found |= {"E0": e0, "B*": critical if math.isfinite(critical) else None}
     return {
         **found,
         "sentence": _sentence(found, tolerance),
