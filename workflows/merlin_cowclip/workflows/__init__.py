@@ -19,7 +19,6 @@ _HOME, __getattr__, __dir__ = on_first_use(
         "data.prepared_data": "PreparedData",
         "data.spec": "AVAZU CRITEO DatasetSpec Split find_spec",
         "data.synthetic": "write_synthetic",
-        "data.top_ids": "keep_top_ids",
         "errors": "Stopped UserError",
         "serving.export": "export",
         "serving.rare_ids": "rare_costs",

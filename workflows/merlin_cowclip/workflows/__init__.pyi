@@ -7,7 +7,6 @@ from .data.prepare.pipeline import prepare
 from .data.prepared_data import PreparedData
 from .data.spec import AVAZU, CRITEO, DatasetSpec, Split, find_spec
 from .data.synthetic import write_synthetic
-from .data.top_ids import keep_top_ids
 from .errors import Stopped, UserError
 from .serving.export import export
 from .serving.rare_ids import rare_costs
@@ -46,7 +45,6 @@ __all__ = [
     "export",
     "find_spec",
     "frequencies",
-    "keep_top_ids",
     "log_to",
     "predict",
     "predict_logs",

@@ -159,8 +159,6 @@ def _encoding(path: Path, values: Mapping[str, Any]) -> Encoding:
             f"{path} is of an adopted pipeline. Transform new rows with its NVTabular workflow, "
             "write parquet, and adopt that"
         )
-    if any(ids["missing"] != 1 for ids in inputs["special_ids"].values()):
-        raise UserError(f"{path} is of top-k data, which --like does not make")
     return Encoding(DatasetSpec.from_dict(inputs["spec"]), inputs["ranges"], path)
 
 
@@ -176,32 +174,21 @@ def _most(numbers: Mapping[str, float], form: str = ",") -> str:
 @option("--out", type=PATH, help="folder to write", shown="DATA/frequencies")
 @option("--batch-sizes", type=SIZES, help="in samples", shown="1024 to 131072")
 @option("--fields", many=True, metavar="FIELD...", help="of the figure", shown="three")
-@option("--top-k", type=int, metavar="K", help="write the top-k data to --out")
 def frequencies(
     data: Path,
     out: Path | None,
     batch_sizes: list[int] | None,
     fields: tuple[str, ...],
-    top_k: int | None,
 ) -> None:
     """Show how often ids occur, and which are rare.
 
     Writes frequencies.parquet (an id per row), summary.parquet (a field per row) and
-    frequencies.png (Figure 3). With --top-k: a prepared folder with the k most frequent ids of each
-    field and one for all others, as in Table 1 of the paper.
+    frequencies.png (Figure 3).
     """
     from merlin_cowclip.workflows.data.frequencies import BATCH_SIZES, frequencies
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
-    from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 
     opened = PreparedData.open(data)
-    if top_k is not None:
-        if batch_sizes or fields:
-            raise UserError("--top-k excludes --fields and --batch-sizes. Leave them out")
-        if out is None:
-            raise UserError("--top-k needs --out, the folder to write")
-        print(_sizes(keep_top_ids(opened, top_k, out)))
-        return
     found = frequencies(opened, out, batch_sizes=batch_sizes or BATCH_SIZES, fields=fields)
     print(found.table())
     print(

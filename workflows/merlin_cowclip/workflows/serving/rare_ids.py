@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from merlin_cowclip.workflows.data.counts import read_counts
-from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN, hash_bucket
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.vocabulary import UNKNOWN, Vocabulary
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.runs import Run, inputs_of
@@ -65,21 +66,21 @@ def rare_ids(data: PreparedData, percent: float) -> RareIds:
     """Find rare ids. Ids without a raw value (missing, unknown, hashed) never are."""
     if not (isinstance(percent, (int, float)) and 0 < percent < 100):
         raise UserError(f"rare ids must have between 0 and 100 % of occurrences, not {percent}")
-    special = inputs_of(data)["special_ids"]
+    all_buckets = inputs_of(data)["buckets"]
     is_adopted = data.record.get("ranges") is None
     answers: dict[str, np.ndarray] = {}
     counts, rare = [], []  # by domain
     for fields in data.domains:
         count, is_rare = np.zeros(1, int), np.ones(1, bool)
         for field in fields:
-            table, buckets = read_counts(data, field), special[field]["buckets"]
+            table, buckets = read_counts(data, field), all_buckets[field]
             raw = table["raw"].is_valid().to_numpy()
             answers[field] = np.full(len(table), UNKNOWN)
             if buckets > 1 and is_adopted:  # only NVTabular knows the bucket of a raw id
                 raw = np.zeros_like(raw)
             elif buckets > 1:
-                texts = table["raw"].filter(raw).combine_chunks()
-                answers[field][raw] += hash_bucket(texts, buckets)
+                texts = table["raw"].filter(pa.array(raw)).combine_chunks()
+                answers[field][raw] = Vocabulary.empty(buckets).encode(texts)
             count, is_rare = count + table["count"].to_numpy(), is_rare & raw
         counts.append(count)
         rare.append(is_rare)

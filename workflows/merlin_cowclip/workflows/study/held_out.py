@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-
 from merlin_cowclip.workflows.data.prepare.column_store import ROW_GROUP_ROWS
+
 from merlin_cowclip.workflows.data.prepare.split import latest
 from merlin_cowclip.workflows.data.prepared_data import ORDER, PARTS, PreparedData, write_record
 from merlin_cowclip.workflows.errors import UserError

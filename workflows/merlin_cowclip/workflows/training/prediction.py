@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.adopt.validate import prefetch
-from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN
 from merlin_cowclip.workflows.data.spec import DatasetSpec
+from merlin_cowclip.workflows.data.vocabulary import UNKNOWN
 from merlin_cowclip.workflows.errors import Notice, UserError, check_whole, quoted
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
@@ -142,8 +142,8 @@ def _notice_unknown(run: Run, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     One unknown id may be new or written in another way (True for true, 7 for 007); if all are, the
     second is likely.
     """
-    special, sizes = run.config["special_ids"], run.config["cardinalities"]
-    known = {name: UNKNOWN + special[name]["buckets"] for name in run.spec().ids}  # from here on
+    buckets, sizes = run.config["buckets"], run.config["cardinalities"]
+    known = {name: UNKNOWN + buckets[name] for name in run.spec().ids}  # from here on
     unknown = {name: 0 for name, first in known.items() if first < sizes[name]}
     for table in tables:
         for name in [*unknown]:

@@ -42,8 +42,8 @@ def inputs_of(data: PreparedData) -> dict[str, Any]:
     """What the inputs of a model trained on `data` mean, beside its vocabularies; fit for JSON.
 
     `spec` is how to read raw rows. `ranges`, by which numbers were scaled, is None for an adopted
-    pipeline, which its workflow's checksum identifies. `special_ids` has by field how many ids
-    unknown ones share by hash (`buckets`), and which id a missing one has (`missing`).
+    pipeline, which its workflow's checksum identifies. `buckets` has by field how many ids
+    unknown ones share by hash.
     """
     spec = data.spec
     return {
@@ -53,7 +53,10 @@ def inputs_of(data: PreparedData) -> dict[str, Any]:
         "lists": sorted(spec.lists),
         "continuous": sorted(spec.continuous),
         "ranges": data.record.get("ranges"),
-        "special_ids": {field: _special_ids(data.schema[field]) for field in sorted(spec.ids)},
+        "buckets": {
+            field: int(data.schema[field].properties.get("num_buckets") or 1)
+            for field in sorted(spec.ids)
+        },
         "pipeline": checksum(data.path / "workflow" / "workflow.pkl"),
     }
 
@@ -143,14 +146,6 @@ def identity_of(data: PreparedData) -> str:
         parts = {n: manifest[n] for n in manifest if n.split("/")[0] in (*PARTS, SCHEMA)}
     text = json.dumps([parts, record["rows"]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _special_ids(column: Any) -> dict[str, int]:
-    from merlin_cowclip.workflows.data.prepare.statistics import MISSING, UNKNOWN
-
-    properties = column.properties
-    missing = UNKNOWN if properties.get("missing_as_unknown") else MISSING
-    return {"buckets": int(properties.get("num_buckets") or 1), "missing": missing}
 
 
 def open_data(path: str | Path, elsewhere: str) -> PreparedData:
@@ -298,7 +293,7 @@ class Run:
         """The first thing in which data mean something else, or `None`."""
         its = {**inputs_of(data), "cardinalities": data.cardinalities}
         adopted = its["ranges"] is None or self.is_adopted
-        for key in ("cardinalities", *COLUMNS, "special_ids", *([] if adopted else ["ranges"])):
+        for key in ("cardinalities", *COLUMNS, "buckets", *([] if adopted else ["ranges"])):
             mine, other = self.config[key], its[key]
             if isinstance(mine, dict) and mine != other:
                 name = min(n for n in {**mine, **other} if mine.get(n) != other.get(n))

@@ -1,41 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One field: its statistics, its encoded values, and its report."""
+"""Statistics of the training rows: vocabularies and counts of ids, ranges of numbers.
+
+Texts are counted by piece, then in all by DuckDB, which sorts on disk what is too large for memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import duckdb
 import numpy as np
-import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.counts import write_counts
-from merlin_cowclip.workflows.data.prepare.column_store import PART_OF, ColumnStore, codes_of
-from merlin_cowclip.workflows.data.prepare.statistics import (
-    MISSING,
-    UNKNOWN,
-    IdStatistics,
-    count_codes,
-    rank_ids,
-    unit_range,
-)
-from merlin_cowclip.workflows.data.prepared_data import HELD_OUT, PARTS
+from merlin_cowclip.workflows.data.prepare.columns import Scan, read_column
 from merlin_cowclip.workflows.data.spec import DatasetSpec
+from merlin_cowclip.workflows.data.vocabulary import (
+    MISSING,
+    Vocabulary,
+    read_texts,
+    vocabulary_file,
+    write_vocabulary,
+)
 from merlin_cowclip.workflows.errors import UserError
 
-CATEGORIES = "workflow/categories"  # in a prepared folder
-
-
-class Fitted(NamedTuple):
-    """What is known of a field, but for what lies in files."""
-
-    report: dict[str, Any]
-    cardinality: int = 0
-    range: tuple[float, float] = (0.0, 0.0)
+BATCH_ROWS = 1 << 16  # of a vocabulary
+_COUNTED = pa.schema([("text", pa.string()), ("n", pa.int64()), ("field", pa.int16())])
 
 
 class Encoding(NamedTuple):
@@ -45,109 +38,151 @@ class Encoding(NamedTuple):
     ranges: Mapping[str, tuple[float, float]]  # lowest and highest number, by continuous field
     folder: Path  # the prepared folder or run, with the vocabularies
 
-    def vocabulary(self, name: str) -> pa.Array:
-        """The texts of a field, in the order of their ids."""
-        path = self.folder / CATEGORIES / f"unique.{name}.parquet"
-        return pq.read_table(path, columns=[name])[name].combine_chunks().cast(pa.string())
+
+class Fitted(NamedTuple):
+    """What encodes a field, and its report."""
+
+    report: dict[str, Any]
+    vocabulary: Vocabulary | None = None
+    range: tuple[float, float] = (0.0, 0.0)
 
 
-def fit(name: str, store: ColumnStore, folder: Path | None, like: Encoding | None = None) -> Fitted:
-    """Compute a field's statistics of the training split, and store its column for the parts.
+def fit_ids(
+    name: str,
+    fields: Sequence[str],
+    scan: Scan,
+    database: duckdb.DuckDBPyConnection,
+    scratch: Path,
+    folder: Path,
+    like: Encoding | None = None,
+    grow: bool = True,
+) -> dict[str, Fitted]:
+    """Fit the fields of the vocabulary ``name``, and write it, its index and counts to ``folder``.
 
-    With a prepared folder, the column is stored encoded, and the folder gets vocabulary and counts;
-    the same files if it is done again. Without one it is stored raw. With ``like``, ids and ranges
-    are those of an earlier `prepare`. Raises UserError if the training split has no value, or every
-    id is rarer than the threshold.
+    With ``like``, ids are those of an earlier `prepare`; others get new ones behind them if the
+    vocabulary is to ``grow``. Raises UserError if the training rows of a field have no id, or all
+    are rarer than the threshold.
     """
-    column, part_of = store.column(name), store.load(PART_OF).to_numpy()
-    if name in store.spec.continuous:
-        numbers = column.to_numpy(zero_copy_only=False)
-        fitted = _describe_numbers(name, numbers, part_of, like.ranges[name] if like else None)
-        store.store(name, pa.array(unit_range(numbers, *fitted.range)) if folder else column)
-        return fitted
-    spec, ids, is_list = store.spec, column, name in store.spec.lists
-    if is_list:
-        ids, part_of = column.values, np.repeat(part_of, pc.list_value_length(column))
-    codes, texts = codes_of(ids)
-    counts = count_codes(codes, part_of == 0, len(texts))
-    threshold = spec.threshold_of(name)
-    if like is None and not counts[1:].any():
-        raise _all_missing(name, int(counts[0]))
-    if like is None and counts[1:].max() < threshold:
+    spec = scan.spec
+    buckets, threshold = spec.buckets_of(fields[0]), max(spec.threshold_of(fields[0]), 1)
+    earlier = like and vocabulary_file(like.folder, name)
+    held = Vocabulary.open(earlier, buckets) if earlier else Vocabulary.empty(buckets)
+    counts = {field: np.zeros(held.cardinality, np.int64) for field in fields}
+    counted, ranked = scratch / f"{name}.counted", scratch / f"{name}.ranked"
+    with pq.ParquetWriter(counted, _COUNTED, compression="lz4") as writer:
+        for number, field in enumerate(fields):
+            for texts, found, missing in _training_counts(scan, field):
+                counts[field][MISSING] += missing
+                ids = held.encode(texts)
+                is_new = (ids < held.first) & grow
+                np.add.at(counts[field], ids[~is_new], found[~is_new])
+                new = texts.filter(pa.array(is_new))
+                batch = [new, found[is_new], np.full(len(new), number, np.int16)]
+                writer.write_batch(pa.record_batch(batch, schema=_COUNTED))
+    sums = [
+        f"coalesce(sum(n) filter (where field = {i}), 0)::bigint as n{i}"
+        for i in range(len(fields))
+    ]
+    target = str(ranked).replace("'", "''")
+    database.cursor().execute(
+        f"""
+        copy (select text, sum(n)::bigint as n, {", ".join(sums)} from read_parquet($source)
+            group by text order by n desc, text)
+        to '{target}' (format parquet, compression lz4)
+        """,
+        {"source": str(counted)},
+    )
+    below = dict.fromkeys(fields, 0)
+    distinct = {field: int(np.count_nonzero(counts[field][held.first :])) for field in fields}
+    kept = {field: [counts[field]] for field in fields}
+    for batch in _batches(ranked):
+        some = int(np.count_nonzero(batch["n"].to_numpy() >= threshold))
+        rare = held.encode(batch["text"].slice(some))
+        for number, field in enumerate(fields):
+            found = batch[f"n{number}"].to_numpy()
+            kept[field].append(found[:some])
+            np.add.at(counts[field], rare, found[some:])
+            distinct[field] += int(np.count_nonzero(found))
+            below[field] += int(found[some:].sum())
+    known = sum(map(len, kept[fields[0]])) - held.cardinality
+    by_id = {field: np.concatenate(parts) for field, parts in kept.items()}
+    for field in fields if like is None and grow else ():
+        _check_some(field, by_id[field], distinct[field], known, threshold)
+    old = read_texts(earlier) if earlier else ()
+    new = (batch["text"] for batch in _batches(ranked, known))
+    vocabulary = write_vocabulary(folder, name, itertools.chain(old, new), by_id, held)
+    return {
+        field: Fitted(
+            {
+                "occurrences": int(by_id[field].sum()),
+                "distinct": distinct[field],
+                "missing": int(by_id[field][MISSING]),
+                "below_threshold": below[field],
+            },
+            vocabulary,
+        )
+        for field in fields
+    }
+
+
+def _training_counts(scan: Scan, field: str) -> Iterator[tuple[pa.Array, np.ndarray, int]]:
+    """Texts, how often training rows have each, and how many ids are missing, by piece."""
+    for piece in scan.pieces:
+        column = read_column(piece.path, field)
+        in_train = scan.part_of[piece.start : piece.stop] == 0
+        if field in scan.spec.lists:
+            in_train = np.repeat(in_train, np.diff(column.offsets.to_numpy()))
+            column = column.values
+        codes = column.indices.fill_null(len(column.dictionary)).to_numpy()[in_train]
+        found = np.bincount(codes, minlength=len(column.dictionary) + 1)
+        occurs = found[:-1] > 0
+        yield column.dictionary.filter(pa.array(occurs)), found[:-1][occurs], int(found[-1])
+
+
+def _batches(ranked: Path, rows: int | None = None) -> Iterator[pa.RecordBatch]:
+    """The first ``rows`` of the ranked texts, or all."""
+    left = rows
+    with pq.ParquetFile(ranked) as file:
+        for batch in file.iter_batches(BATCH_ROWS):
+            batch = batch if left is None else batch.slice(0, left)
+            if not len(batch):
+                return
+            left = None if left is None else left - len(batch)
+            yield batch
+
+
+def _check_some(field: str, counts: np.ndarray, distinct: int, known: int, threshold: int) -> None:
+    if not distinct:
+        raise _all_missing(field, int(counts[MISSING]))
+    if not known:
         raise UserError(
-            f"no id of {name!r} occurs {threshold:,} times in the training rows (freq_threshold). "
+            f"no id of {field!r} occurs {threshold:,} times in the training rows (freq_threshold). "
             "Lower it, or take the column out"
         )
-    options = {"threshold": threshold, "buckets": spec.buckets_of(name)}
-    statistics = rank_ids(counts, texts, vocabulary=like and like.vocabulary(name), **options)
-    encoded = statistics.encode[codes]
-    missing = int(counts[0])
-    report: dict[str, Any] = {
-        "occurrences": int(counts.sum()),
-        "distinct": int(np.count_nonzero(counts[1:])),
-        "missing": missing,
-        "below_threshold": int(statistics.by_id[UNKNOWN : statistics.first_id].sum()),
-    }
-    for part in HELD_OUT:
-        held_out = encoded[part_of == PARTS.index(part)]
-        unknown = (held_out >= UNKNOWN) & (held_out < statistics.first_id)
-        report[f"{part}_occurrences"] = len(held_out)
-        report[f"{part}_missing"] = int(np.count_nonzero(held_out == MISSING))
-        report[f"{part}_unknown"] = int(np.count_nonzero(unknown))
-    if report["distinct"] == 1 and not missing:
-        report["note"] = "all training rows have the same id: leave the column out"
-    if folder:
-        write_ids(folder, name, statistics)
-        ids = pa.array(encoded)
-        column = pa.LargeListArray.from_arrays(column.offsets, ids) if is_list else ids
-    store.store(name, column)
-    return Fitted(report, cardinality=len(statistics.by_id))
 
 
-def write_ids(folder: Path, field: str, statistics: IdStatistics) -> None:
-    """Write a field's counts, and its vocabulary as Categorify does."""
-    home, counts = folder / CATEGORIES, folder / "counts"
-    for made in (home, counts):
-        made.mkdir(parents=True, exist_ok=True)
-    first, by_id = statistics.first_id, statistics.by_id
-    pd.DataFrame(
-        {field: statistics.vocabulary.to_pandas().to_numpy(), f"{field}_size": by_id[first:]},
-        index=pd.RangeIndex(first, len(by_id)),
-    ).to_parquet(home / f"unique.{field}.parquet", compression=None)
-    write_counts(counts, field, by_id, statistics.vocabulary)
-
-
-def _describe_numbers(
-    name: str, numbers: np.ndarray, part_of: np.ndarray, fixed: tuple[float, float] | None
-) -> Fitted:
-    """The report of a continuous field, and its range: ``fixed``, or of the training split."""
-    train = numbers[part_of == 0]
-    held = train[~np.isnan(train)]
-    missing = len(train) - len(held)
-    if not len(held):
+def fit_numbers(name: str, scan: Scan, fixed: tuple[float, float] | None = None) -> Fitted:
+    """The report of a continuous field, and its range: ``fixed``, or of the training rows."""
+    held = missing = 0
+    total, ends = 0.0, [np.inf, -np.inf]
+    for piece in scan.pieces:
+        column = read_column(piece.path, name).to_numpy(zero_copy_only=False)
+        train = column[scan.part_of[piece.start : piece.stop] == 0]
+        numbers = train[~np.isnan(train)]
+        missing += len(train) - len(numbers)
+        if len(numbers):
+            held, total = held + len(numbers), total + float(numbers.sum())
+            ends = [min(ends[0], float(numbers.min())), max(ends[1], float(numbers.max()))]
+    if not held:
         if fixed is None:
             raise _all_missing(name, missing)
-        held = np.zeros(1)
-    ends = [float(held.min()), float(held.max())]
+        held, ends = 1, [0.0, 0.0]
     filled = [*ends, 0.0] if missing else ends  # a missing number counts as 0
     low, high = fixed or (min(filled), max(filled))
     if not np.isfinite(np.subtract(high, low)):
         raise UserError(f"the range of column {name!r} is too large: {low} to {high}. Scale it")
-    report: dict[str, Any] = {
-        "occurrences": len(train),
-        "missing": missing,
-        "min": ends[0],
-        "max": ends[1],
-        "mean": float(held.mean()),
-    }
-    for part in HELD_OUT:
-        held_out = numbers[part_of == PARTS.index(part)]
-        report[f"{part}_occurrences"] = len(held_out)
-        report[f"{part}_missing"] = int(np.count_nonzero(np.isnan(held_out)))
-        with np.errstate(invalid="ignore"):
-            beyond = (held_out < low) | (held_out > high)
-        report[f"{part}_out_of_range"] = int(np.count_nonzero(beyond))
-    return Fitted(report, range=(low, high))
+    report = {"occurrences": held + missing, "missing": missing, "min": ends[0], "max": ends[1]}
+    return Fitted({**report, "mean": total / held}, range=(low, high))
 
 
 def _all_missing(name: str, missing: int) -> UserError:

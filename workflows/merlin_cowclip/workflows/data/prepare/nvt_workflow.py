@@ -15,10 +15,9 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.prepare.fit import CATEGORIES
 from merlin_cowclip.workflows.data.prepare.operators import EncodeIds, ParseNumbers, UnitRange
-from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN
 from merlin_cowclip.workflows.data.spec import DatasetSpec
+from merlin_cowclip.workflows.data.vocabulary import UNKNOWN, vocabulary_file
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
@@ -62,7 +61,7 @@ def save_fitted_workflow(
     """
     workflow = build_workflow(spec, folder / "workflow", **options)
     ends = pd.DataFrame(ranges, index=["mins", "maxs"], dtype="float64").T
-    paths = {field: str(folder / CATEGORIES / f"unique.{field}.parquet") for field in spec.ids}
+    paths = {field: str(vocabulary_file(folder, field)) for field in spec.ids}
     # As Categorify.fit and NormalizeMinMax.fit return them.
     for kind, found in ((EncodeIds, paths), (UnitRange, {n: ends[n] for n in ends})):
         for node in Graph.get_nodes_by_op_type([workflow.output_node], kind):

@@ -14,15 +14,15 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from merlin_cowclip.workflows.data.prepare.statistics import hash_bucket, scaled
+from merlin_cowclip.workflows.data.prepare.numbers import scaled
 from merlin_cowclip.workflows.data.sources.base import ids_as_text
+from merlin_cowclip.workflows.data.vocabulary import Vocabulary, copy_index
 from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
     from merlin.schema import Schema
     from nvtabular.ops import Categorify, NormalizeMinMax, Operator
-    from nvtabular.ops.categorify import NULL_OFFSET, OOV_OFFSET
 
 
 class EncodeIds(Categorify):
@@ -30,12 +30,11 @@ class EncodeIds(Categorify):
 
     1382, 1382.0 and "1382" are one ID; an empty text is missing, a missing list is empty. On a CPU,
     stock Categorify encodes wrongly if the frame's index is not 0, 1, 2, …, or IDs are hashed, and
-    fails if all IDs of a batch are missing. This class looks IDs up by position.
+    fails if all IDs of a batch are missing. This class asks `Vocabulary`.
 
     Args:
         out_path: the folder that gets ``categories/``. No default: workflows that share
             Categorify's (``./``) overwrite each other's vocabularies.
-        missing_as_unknown: fields in which a missing ID is 2 instead of 1.
         lists: the fields of lists.
         null_values: texts that mean a missing ID, in addition to the empty one.
         options: ``freq_threshold``, ``num_buckets`` or ``max_size`` as in Categorify, by field.
@@ -45,7 +44,6 @@ class EncodeIds(Categorify):
         self,
         out_path: str | Path,
         *,
-        missing_as_unknown: Sequence[str] = (),
         lists: Sequence[str] = (),
         null_values: Sequence[str] = (),
         **options: Any,
@@ -53,9 +51,9 @@ class EncodeIds(Categorify):
         with warnings.catch_warnings():  # of hashing that differs on GPUs: not ours
             warnings.simplefilter("ignore", UserWarning)
             super().__init__(out_path=str(out_path), **options)
-        self.missing_as_unknown, self.lists = tuple(missing_as_unknown), tuple(lists)
+        self.lists = tuple(lists)
         self.null_values = tuple(null_values)
-        self._vocabularies: dict[str, pd.Index] = {}
+        self._vocabularies: dict[str, Vocabulary] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_vocabularies": {}}  # read again from the files beside it
@@ -96,26 +94,27 @@ class EncodeIds(Categorify):
                 if is_list and cells.null_count == len(cells):
                     cells = pa.nulls(len(cells))
                 texts = ids_as_text(cells, is_list, self.null_values)
-            flat = texts.flatten() if is_list else texts
-            ids: Any = self._encode(name, flat.to_numpy(zero_copy_only=False))
+            ids: Any = self.vocabulary(name).encode(texts.flatten() if is_list else texts)
             if is_list:
                 ends = np.cumsum(pc.list_value_length(texts).to_numpy())
                 ids = np.split(ids, ends[:-1]) if len(frame) else []
             out[name] = pd.Series(ids, frame.index, object if is_list else np.int64)
         return out
 
-    def _encode(self, field: str, texts: np.ndarray) -> np.ndarray:
+    def vocabulary(self, field: str) -> Vocabulary:
+        """How a field's texts are encoded."""
         if field not in self._vocabularies:
-            vocabulary = pd.read_parquet(self.categories[field], columns=[field])[field]
-            self._vocabularies[field] = pd.Index(vocabulary.astype(object))
-        places = self._vocabularies[field].get_indexer(texts).astype(np.int64)
-        buckets = self.buckets(field)
-        ids = np.where(places < 0, OOV_OFFSET, places + OOV_OFFSET + buckets)
-        if buckets > 1:
-            hashed = (places < 0) & ~pd.isna(texts)
-            ids[hashed] += hash_bucket(texts[hashed], buckets)
-        ids[pd.isna(texts)] = OOV_OFFSET if field in self.missing_as_unknown else NULL_OFFSET
-        return ids
+            path = self.categories[field]
+            self._vocabularies[field] = Vocabulary.open(path, self.buckets(field))
+        return self._vocabularies[field]
+
+    def set_storage_path(self, new_path: str, copy: bool = False) -> None:
+        """Move to another folder, to which ``copy`` copies the files."""
+        before, self._vocabularies = dict(self.categories), {}
+        super().set_storage_path(new_path, copy=copy)
+        for field, path in self.categories.items():
+            if copy:
+                copy_index(Path(before[field]), Path(path))
 
     def buckets(self, field: str) -> int:
         """Hash buckets of a field; 1 for the unknown id only."""
@@ -124,15 +123,14 @@ class EncodeIds(Categorify):
     def _compute_properties(self, col_schema: Any, input_schema: Schema) -> Any:
         schema = super()._compute_properties(col_schema, input_schema)
         path, buckets = schema.properties["cat_path"], self.buckets(col_schema.name)
-        added = {
-            # Categorify writes an absolute path; folders move.
-            "cat_path": path and str(Path(path).relative_to(self.out_path)),
-            "num_buckets": buckets if buckets > 1 else None,
-            "empty_is_missing": True,
-        }
-        if col_schema.name in self.missing_as_unknown:
-            added["missing_as_unknown"] = True
-        return schema.with_properties(added)
+        return schema.with_properties(
+            {
+                # Categorify writes an absolute path; folders move.
+                "cat_path": path and str(Path(path).relative_to(self.out_path)),
+                "num_buckets": buckets if buckets > 1 else None,
+                "empty_is_missing": True,
+            }
+        )
 
 
 class ParseNumbers(Operator):

@@ -1,45 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw logs to prepared data: read, split, fit, encode, shuffle and write, all or nothing.
+"""Raw logs to prepared data: scan, split, fit, encode, shuffle and write, all or nothing.
 
-One pass over the text stores every column. From then on a thread or worker has one column in memory
-at a time. Each step is a list of tasks that read and write files (`executor.py`).
+Memory does not grow with the rows. One pass over the text stores typed columns in pieces
+(`columns.py`). Statistics are counted piece by piece and sorted by DuckDB (`fit.py`), rows are
+shuffled on disk (`shuffle.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
-import shutil
+import itertools
+import os
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import duckdb
+import numpy as np
+from dask.utils import parse_bytes
 
-from merlin_cowclip.workflows.data.prepare.column_store import (
-    PART_OF,
-    PART_ROWS,
-    ROWS,
-    ColumnStore,
-    PartJob,
-    part_jobs,
-    write_part,
-)
-from merlin_cowclip.workflows.data.prepare.executor import THREADS, check_executor, make_executor
-from merlin_cowclip.workflows.data.prepare.fit import Encoding, Fitted, fit
-from merlin_cowclip.workflows.data.prepare.split import Parts, as_numbers, split_rows
-from merlin_cowclip.workflows.data.prepared_data import (
-    HELD_OUT,
-    ORDER,
-    PARTS,
-    PreparedData,
-    write_record,
-)
-from merlin_cowclip.workflows.data.sources.base import TIME, Source, unchanged
+from merlin_cowclip.workflows.data.prepare.columns import Piece, Scan, write_pieces
+from merlin_cowclip.workflows.data.prepare.fit import Encoding, Fitted, fit_ids, fit_numbers
+from merlin_cowclip.workflows.data.prepare.shuffle import PART_ROWS, write_parts
+from merlin_cowclip.workflows.data.prepare.split import split_rows
+from merlin_cowclip.workflows.data.prepared_data import HELD_OUT, PreparedData, write_record
+from merlin_cowclip.workflows.data.sources.base import Source, unchanged
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_twice
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
@@ -49,8 +39,9 @@ from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
 
 READERS: dict[str, type[Source]] = {"csv": CsvSource, "parquet": ParquetSource}
-CHUNK_BYTES = (8 << 20, 256 << 20)  # of a log that one task reads, at least and at most
-CHUNKS_PER_WORKER = 4  # so that all end at about the same time
+CHUNK_BYTES = 64 << 20  # of a log that one thread reads at a time
+THREAD_BYTES = 256 << 20  # of memory for each thread, at least
+LEAST_MEMORY = 256 << 20
 
 
 def prepare(
@@ -59,12 +50,16 @@ def prepare(
     out: str | Path,
     *,
     like: Encoding | None = None,
+    grow: bool = False,
     seed: int = 0,
     progress: bool = True,
     part_rows: int = PART_ROWS,
+    memory: int | str | None = None,
+    scratch: str | Path | None = None,
+    engine: Literal["duckdb", "nvtabular"] | None = None,
     workers: int = 0,
+    scheduler: str | None = None,
     device: Literal["cpu", "gpu"] = "cpu",
-    engine: Literal["arrow", "nvtabular"] | None = None,
 ) -> PreparedData:
     """Turn raw logs into training, validation and test parts, at ``out``.
 
@@ -80,14 +75,20 @@ def prepare(
             ``spec.split`` names as validation or test part.
         out: the folder to write; must not exist.
         like: encode as an earlier run or folder, instead of fitting; other IDs are unknown.
+        grow: with ``like``: IDs that it does not have get new ones behind its own.
         seed: of split and shuffle.
         progress: show progress bars on stderr.
         part_rows: maximum number of rows in an output file.
-        workers: Dask processes, at most 4 per core; 0 for threads, or one per GPU. Tasks of a
-            worker that dies run again. The calling script needs ``if __name__ == "__main__":``.
-        device: where NVTabular runs: "cpu", or "gpu" for dask-cuda's workers.
-        engine: what fits and encodes columns: "arrow", or "nvtabular", which ``device="gpu"``
-            implies. IDs that occur equally often may be numbered differently.
+        memory: bytes, or text like "8GB", that sorting and shuffling may take; by default half of
+            what the machine or container has. The program itself takes 0.3 GB, and each ID of the
+            largest field 40 bytes.
+        scratch: a folder for temporary files, of about the size of the log; by default in ``out``.
+        engine: "duckdb", the default, uses all cores of this machine. "nvtabular" runs on Dask, and
+            numbers IDs that occur equally often in another order.
+        workers: for "nvtabular": Dask processes of this machine; 0 for one per core, or per GPU.
+            The calling script needs ``if __name__ == "__main__":``.
+        scheduler: for "nvtabular": the address of a Dask scheduler that runs, in place of workers.
+        device: for "nvtabular": "gpu" for dask-cuda's workers.
 
     Raises:
         UserError: bad input; nothing is left behind.
@@ -97,14 +98,16 @@ def prepare(
     check_whole("part_rows", part_rows, 1)
     refuse_existing(out)
     check_input_names(spec)
-    engine = engine or ("nvtabular" if device == "gpu" else "arrow")
-    if engine not in ("arrow", "nvtabular"):
-        raise UserError(f"engine must be 'arrow' or 'nvtabular'. Received: {engine!r}")
-    if engine == "arrow" and device == "gpu":
-        raise UserError("device 'gpu' needs engine 'nvtabular'. Leave one of them out")
-    if engine != "arrow" and like is not None:
-        raise UserError("like needs engine 'arrow'. Leave the engine out")
-    check_executor(workers, device)
+    engine = engine or ("nvtabular" if device == "gpu" or workers or scheduler else "duckdb")
+    if engine not in ("duckdb", "nvtabular"):
+        raise UserError(f"engine must be 'duckdb' or 'nvtabular'. Received: {engine!r}")
+    if engine == "duckdb" and (device == "gpu" or workers or scheduler):
+        raise UserError("device 'gpu', workers and scheduler need engine 'nvtabular'")
+    if engine != "duckdb" and like is not None:
+        raise UserError("like needs engine 'duckdb'. Leave the engine out")
+    if grow and like is None:
+        raise UserError("grow needs the vocabulary to grow: like")
+    limit = memory_limit(memory)
     if importlib.util.find_spec("nvtabular") is None:  # which is imported once all rows are read
         raise ModuleNotFoundError("No module named 'nvtabular'", name="nvtabular")
     files = {part: getattr(spec.split, part) for part in HELD_OUT}
@@ -118,115 +121,150 @@ def prepare(
     refuse_twice([source.path for source in sources])
     for source in sources:
         source.check()
-    with all_or_nothing(out) as folder:
-        scratch = folder / ".scratch"
-        scratch.mkdir()
-        readers = workers if engine == "arrow" else 0  # for NVTabular, threads read the text
-        with make_executor(readers, "cpu", scratch) as executor:
-            run = _Pipeline(spec, sources, ColumnStore(scratch, spec), executor, progress)
-            with unchanged(sources):
-                read, replaced = run.read(readers or THREADS)
-            given = {part: sum(read[s.path] for s in by_part[part]) for part in [*files][1:]}
-            parts = run.split(int(seed), given, folder)
-            rows = {part: len(of) for part, of in parts.rows.items()}
-            jobs = [job for part in PARTS for job in part_jobs(part, rows[part], part_rows)]
-            fitted = run.fit(folder if engine == "arrow" else None, like)
-            ranges = {name: [*fitted[name].range] for name in spec.continuous}
-            if engine == "arrow":
-                from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
+    record: dict[str, Any] = {
+        "spec": spec.to_dict(),
+        "engine": engine,
+        "inputs": [{"path": str(s.path), "bytes": s.size} for s in sources],
+        "seed": int(seed),
+    }
+    with all_or_nothing(out) as folder, unchanged(sources):
+        if engine == "nvtabular":
+            from merlin_cowclip.workflows.data.prepare.nvtabular_engine import prepare_on_dask
 
-                run.write(jobs, folder)
-                save_fitted_workflow(spec, folder, ranges)
-                cardinalities = {name: fitted[name].cardinality for name in spec.ids}
-            else:
-                from merlin_cowclip.workflows.data.prepare.nvtabular_engine import fit_and_encode
-
-                raw = scratch / "raw"
-                run.write(jobs, raw, raw=True)
-                cardinalities = fit_and_encode(spec, raw, folder, jobs, workers, device, progress)
-        shutil.rmtree(scratch, ignore_errors=True)
-        fields = {name: fitted[name].report for name in spec.fields}
-        for name in spec.continuous:
-            fields[name]["not_finite"] = replaced[name]  # among the missing ones
-        record = {
-            "spec": spec.to_dict(),
-            "engine": engine,
-            "inputs": [{"path": str(s.path), "bytes": s.size} for s in sources],
-            "seed": int(seed),
-            "rows": rows,
-            "boundaries": parts.boundaries,
-            "cardinalities": cardinalities,
-            "ranges": ranges,
-            "report": {"rows": rows, "positives": parts.positives, "fields": fields},
-        }
+            record |= prepare_on_dask(
+                spec,
+                by_part,
+                folder,
+                seed=seed,
+                scheduler=scheduler,
+                workers=workers,
+                device=device,
+                part_rows=part_rows,
+                progress=progress,
+            )
+        else:
+            with tempfile.TemporaryDirectory(".scratch", dir=scratch or folder) as home:
+                record |= _prepare_here(
+                    spec, by_part, folder, Path(home), like, grow, seed, limit, part_rows, progress
+                )
         record = write_record(folder, record)
     return PreparedData(out, spec, record)
 
 
-@dataclass(frozen=True)
-class _Pipeline:
-    """The steps of `prepare`, each reading what the one before wrote."""
+def memory_limit(memory: int | str | None) -> int:
+    """Bytes; by default half of what the machine or container has."""
+    if memory is None:
+        total = duckdb.execute("select current_setting('memory_limit')").fetchone()
+        return parse_bytes(total[0]) * 5 // 8  # DuckDB's own is 80 %
+    try:
+        limit = parse_bytes(memory)
+    except (ValueError, TypeError, AttributeError):
+        limit = 0
+    if limit < LEAST_MEMORY:
+        raise UserError(f"memory must be at least 256MB, as '8GB'. Received: {memory!r}")
+    return limit
 
-    spec: DatasetSpec
-    sources: list[Source]
-    store: ColumnStore
-    executor: Executor
-    progress: bool
 
-    def read(self, tasks: int) -> tuple[Counter[Path], Counter[str]]:
-        """Store all columns; returns rows by file and, by column, numbers that were not finite."""
-        total, replaced = sum(s.size for s in self.sources), Counter[str]()
-        rows = Counter[Path]()
-        size = max(CHUNK_BYTES[0], min(CHUNK_BYTES[1], total // (CHUNKS_PER_WORKER * tasks)))
-        chunks = [(source, chunk) for source in self.sources for chunk in source.chunks(size)]
-        with progress_bar("reading", total, "B", show=self.progress) as bar:
-            write: Callable[..., tuple[int, Counter[str]]] = self.store.write_chunk
-            in_process = isinstance(self.executor, ThreadPoolExecutor)
-            if in_process:
-                write = functools.partial(write, advance=bar.update)
-            found = self.executor.map(write, range(len(chunks)), *zip(*chunks, strict=True))
-            for (source, chunk), (number, by_column) in zip(chunks, found, strict=True):
-                rows[source.path] += number
-                replaced += by_column
-                if not in_process:
-                    bar.update(chunk.size)
-            bar.update(total - bar.n)
-        if not rows.total():
-            raise UserError(f"{self.sources[0].path} has no rows. Give a file with rows")
-        return rows, replaced
+def _prepare_here(
+    spec: DatasetSpec,
+    by_part: Mapping[str, Sequence[Source]],
+    folder: Path,
+    scratch: Path,
+    like: Encoding | None,
+    grow: bool,
+    seed: int,
+    memory: int,
+    part_rows: int,
+    progress: bool,
+) -> dict[str, Any]:
+    """Prepare with the threads of this process; returns what the record says of it."""
+    from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
 
-    def split(self, seed: int, given: dict[str, int], folder: Path) -> Parts:
-        """Choose the rows of each part; ``given`` are rows of held-out parts that are files."""
-        spec, store = self.spec, self.store
-        labels = store.column(spec.label)
-        times = store.column(TIME) if spec.split.kind == "time" else None
-        parts = split_rows(spec.split, labels.to_numpy(), times, given, seed=seed, label=spec.label)
-        store.store(spec.label, labels)
-        store.store(PART_OF, pa.array(parts.part_of))
-        for part, rows in parts.rows.items():
-            store.store(ROWS[part], pa.array(rows))
-        if spec.split.kind != "random" and not len(parts.rows["valid"]):
-            train = parts.rows["train"]
-            order = train if times is None else as_numbers(times)[train]
-            pq.write_table(pa.table({"order": order}), folder / ORDER)
-        return parts
+    threads = max(1, min(len(os.sched_getaffinity(0)), memory // THREAD_BYTES))
+    options = {
+        "memory_limit": f"{memory}B",
+        "temp_directory": str(scratch / "duckdb"),
+        "threads": threads,
+    }
+    with (
+        ThreadPoolExecutor(threads) as executor,
+        contextlib.closing(duckdb.connect(config=options)) as database,
+    ):
+        scan, given, replaced = _scan(spec, by_part, scratch, executor, progress)
+        parts = split_rows(scan, database, scratch, given, seed)
+        fitted: dict[str, Fitted] = {}
+        with progress_bar("columns", len(spec.fields), " columns", show=progress) as bar:
 
-    def fit(self, folder: Path | None, like: Encoding | None) -> dict[str, Fitted]:
-        """Fit each column, and store it encoded, or raw without a folder."""
-        names, fitted = [*self.spec.ids, *self.spec.continuous], {}
-        task = functools.partial(fit, store=self.store, folder=folder, like=like)
-        with progress_bar("columns", len(names), " columns", show=self.progress) as bar:
-            for name, found in zip(names, self.executor.map(task, names), strict=True):
-                fitted[name] = found
-                bar.update(1)
-        return fitted
+            def fit(fields: tuple[str, ...]) -> dict[str, Fitted]:
+                name = fields[0]
+                if name in spec.continuous:
+                    return {name: fit_numbers(name, scan, like and like.ranges[name])}
+                new = like is None or grow
+                return fit_ids(name, fields, scan, database, scratch, folder, like, new)
 
-    def write(self, jobs: list[PartJob], folder: Path, raw: bool = False) -> None:
-        """Write the parts."""
-        for part in PARTS:
-            (folder / part).mkdir(parents=True)
-        task = functools.partial(write_part, store=self.store, folder=folder, raw=raw)
-        rows = sum(job.stop - job.start for job in jobs)
-        with progress_bar("raw rows" if raw else "writing", rows, show=self.progress) as bar:
-            for written in self.executor.map(task, jobs):
-                bar.update(written)
+            for found in executor.map(fit, [(name,) for name in (*spec.ids, *spec.continuous)]):
+                fitted |= found
+                bar.update(len(found))
+        write_parts(
+            scan,
+            fitted,
+            parts.rows,
+            folder,
+            scratch,
+            seed=seed,
+            memory=memory,
+            part_rows=part_rows,
+            executor=executor,
+            progress=progress,
+        )
+    ranges = {name: [*fitted[name].range] for name in spec.continuous}
+    save_fitted_workflow(spec, folder, ranges)
+    fields = {name: fitted[name].report for name in spec.fields}
+    for name in spec.continuous:
+        fields[name]["not_finite"] = replaced[name]  # among the missing ones
+    for name in spec.ids:
+        if fields[name]["distinct"] == 1 and not fields[name]["missing"]:
+            fields[name]["note"] = "all training rows have the same id: leave the column out"
+    return {
+        "rows": parts.rows,
+        "boundaries": parts.boundaries,
+        "cardinalities": {name: fitted[name].vocabulary.cardinality for name in spec.ids},
+        "ranges": ranges,
+        "report": {"rows": parts.rows, "positives": parts.positives, "fields": fields},
+    }
+
+
+def _scan(
+    spec: DatasetSpec,
+    by_part: Mapping[str, Sequence[Source]],
+    scratch: Path,
+    executor: Executor,
+    progress: bool,
+) -> tuple[Scan, dict[str, int], Counter[str]]:
+    """All rows in pieces, rows of the held-out parts that are files, numbers not finite."""
+    sources = [source for of in by_part.values() for source in of]
+    total = sum(source.size for source in sources)
+    pieces, replaced, rows = list[Piece](), Counter[str](), 0
+    given = dict.fromkeys([*by_part][1:], 0)
+    chunks = [
+        (part, source, chunk)
+        for part, of in by_part.items()
+        for source in of
+        for chunk in source.chunks(CHUNK_BYTES)
+    ]
+    with progress_bar("reading", total, "B", show=progress) as bar:
+        write = functools.partial(write_pieces, folder=scratch, advance=bar.update)
+        _, *arguments = zip(*chunks, strict=True)
+        read = executor.map(write, itertools.count(), *arguments)
+        for (part, _, _), (written, by_column) in zip(chunks, read, strict=True):
+            for path, length in written:
+                pieces.append(Piece(path, rows, rows + length))
+                rows += length
+                if part in given:
+                    given[part] += length
+            replaced += by_column
+        bar.update(total - bar.n)
+    if not rows:
+        raise UserError(f"{sources[0].path} has no rows. Give a file with rows")
+    part_of = np.memmap(scratch / "part_of", np.uint8, "w+", shape=(rows,))
+    return Scan(spec, pieces, part_of), given, replaced

@@ -1,84 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The split: which rows are for training, validation and test, and in what order."""
+"""The split: which rows are for training, validation and test.
+
+Each row has a random 64-bit key, a function of seed and row. A random split takes the rows of the
+lowest keys; training rows are written in the order of theirs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import duckdb
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows.data.prepare.columns import (
+    Piece,
+    Scan,
+    mixed_times,
+    read_column,
+)
 from merlin_cowclip.workflows.data.prepared_data import HELD_OUT, PARTS, TITLES
-from merlin_cowclip.workflows.data.spec import Split
+from merlin_cowclip.workflows.data.sources.base import TIME
 from merlin_cowclip.workflows.errors import UserError
+
+_TOP = np.uint64(48)  # a key's lower bits, of which a histogram takes none
 
 
 class Parts(NamedTuple):
-    """The parts of n rows."""
+    """What the split found."""
 
-    part_of: np.ndarray  # (n,) uint8, the part of each row as an index of `PARTS`
-    rows: dict[str, np.ndarray]  # by part; training rows shuffled, others in the log's order
+    rows: dict[str, int]  # by part
     positives: dict[str, int]  # rows with label 1, by part
     boundaries: dict[str, str]  # of a split by time: the last time of training, the first of others
 
 
-def split_rows(
-    split: Split,
-    labels: np.ndarray,
-    times: pa.Array | None,
-    given: Mapping[str, int],
-    *,
-    seed: int,
-    label: str,
-) -> Parts:
-    """Divide n rows, of ``labels`` (n,) of 0 and 1, into parts.
+def keys_of(start: int, stop: int, seed: int) -> np.ndarray:
+    """The keys, uint64, of the rows from ``start`` to ``stop``."""
+    numbers = np.random.Philox(key=seed)
+    numbers.advance(start // 4)  # it makes four at a time
+    return numbers.random_raw(start % 4 + stop - start)[start % 4 :]
 
-    ``times`` are (n,) numbers or timestamps of a split by time. ``given`` has the numbers of rows
-    of held-out parts whose files were given: the last of the n rows, validation rows first.
-    ``seed`` is of a random split and of the order of the training rows; ``label`` is for messages.
-    Raises UserError for a part without both labels, and where all times are the same.
+
+def key_cuts(keys: Callable[[], Iterator[np.ndarray]], ranks: Sequence[int]) -> np.ndarray:
+    """The keys of these ranks, uint64: so many of all ``keys``, read twice, are lower."""
+    counts = np.zeros(1 << 16, np.int64)
+    for batch in keys():
+        counts += np.bincount((batch >> _TOP).astype(np.int64), minlength=len(counts))
+    ends = np.cumsum(counts)
+    bucket = np.searchsorted(ends, ranks, "right")
+    chosen = np.unique(bucket).astype(np.uint64)
+    held = np.sort(np.concatenate([b[np.isin(b >> _TOP, chosen)] for b in keys()]))
+    first = np.searchsorted(held, bucket.astype(np.uint64) << _TOP)
+    return held[first + ranks - (ends - counts)[bucket]]
+
+
+def split_rows(
+    scan: Scan,
+    database: duckdb.DuckDBPyConnection,
+    scratch: Path,
+    given: Mapping[str, int],
+    seed: int,
+) -> Parts:
+    """Set the part of each row.
+
+    ``given`` has the numbers of rows of held-out parts whose files were given: the last of all
+    rows, validation rows first. Raises UserError for a part without both labels, and where all
+    times are the same.
     """
-    n = len(labels)
-    random = np.random.default_rng(seed)
-    kind = np.uint32 if n < 2**32 else np.int64
-    part_of, start = np.zeros(n, np.uint8), n - sum(given.values())
-    rest = np.arange(start, dtype=kind)
-    for part in HELD_OUT:
-        if part in given:
-            part_of[start : start + given[part]] = PARTS.index(part)
-            start += given[part]
-    if split.kind == "random":
-        random.shuffle(rest)
-    instants = None if times is None else as_numbers(times)
+    spec, split = scan.spec, scan.spec.split
+    start = left = scan.rows - sum(given.values())
+    divided = [piece for piece in scan.pieces if piece.stop <= start]
+    cuts: dict[str, Any] = {}  # rows from there on are in the part, by time, row or key
+    times = scratch / "times.parquet"
+    if split.kind == "time":
+        _count_times(scan, divided, times)
     for part in reversed(HELD_OUT):
         if part in given or not (share := getattr(split, part)):
             continue
-        if instants is None:
-            last = np.arange(len(rest)) < int(len(rest) * share + 0.5)
-            last = last if split.kind == "random" else last[::-1]
+        if split.kind == "time":
+            before = min(cuts.values(), default=None)
+            cuts[part] = _time_cut(database, times, share, before, split.column)
+        elif (rest := left - int(left * share + 0.5)) < left:
+            cuts[part] = left = rest
+    if split.kind == "random" and cuts:
+        found = key_cuts(
+            lambda: (keys_of(p.start, p.stop, seed) for p in divided), [*cuts.values()]
+        )
+        cuts = dict(zip(cuts, found, strict=True))
+    parts = Parts(dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0), {})
+    ends: dict[str, Any] = {}
+    for piece in scan.pieces:
+        labels = read_column(piece.path, spec.label).to_numpy()
+        place = np.arange(piece.start, piece.stop)
+        if split.kind == "time":
+            place = as_numbers(read_column(piece.path, TIME))
+        elif split.kind == "random":
+            place = keys_of(piece.start, piece.stop, seed)
+        part_of = np.zeros(len(labels), np.uint8)
+        if piece.start >= start:  # of a part that was given
+            held = piece.start - start < given.get("valid", 0)
+            part_of[:] = PARTS.index("valid" if held else "test")
         else:
-            last = latest(instants[rest], share, split.column)
-        part_of[rest[last]], rest = PARTS.index(part), rest[~last]
-    if split.kind != "random":
-        random.shuffle(rest)
-    rows = {"train": rest}
-    rows |= {part: np.flatnonzero(part_of == PARTS.index(part)).astype(kind) for part in HELD_OUT}
-    positives, boundaries = {}, {}
-    for part, of_part in rows.items():
-        ones = int(np.count_nonzero(labels[of_part]))
-        if not 0 < ones < len(of_part) and (part == "train" or getattr(split, part)):
+            for part in reversed(cuts):  # the rows of the test part are among the others', too
+                part_of[place >= cuts[part]] = PARTS.index(part)
+        scan.part_of[piece.start : piece.stop] = part_of
+        for number, part in enumerate(PARTS):
+            mine = part_of == number
+            parts.rows[part] += int(np.count_nonzero(mine))
+            parts.positives[part] += int(np.count_nonzero(labels[mine]))
+            if split.kind == "time" and mine.any():
+                end = np.max if part == "train" else np.min
+                ends[part] = end([ends.get(part, place[mine][0]), end(place[mine])])
+    for part, total in parts.rows.items():
+        ones = parts.positives[part]
+        if not 0 < ones < total and (part == "train" or getattr(split, part)):
             raise UserError(
-                f"the {TITLES[part]} part has {len(of_part) - ones:,} rows with label 0 and "
-                f"{ones:,} with label 1, column {label!r}. Both must occur: give more rows, or "
-                "another seed or split"
+                f"the {TITLES[part]} part has {total - ones:,} rows with label 0 and {ones:,} with "
+                f"label 1, column {spec.label!r}. Both must occur: give more rows, or another seed "
+                "or split"
             )
-        positives[part] = ones
-        if times is not None and instants is not None and len(of_part):
-            end = np.argmax if part == "train" else np.argmin
-            boundaries[part] = _time_text(times[int(of_part[end(instants[of_part])])].as_py())
-    return Parts(part_of, rows, positives, boundaries)
+    parts.boundaries.update({part: _time_text(end) for part, end in ends.items()})
+    return parts
 
 
 def as_numbers(times: pa.Array) -> np.ndarray:
@@ -86,21 +133,50 @@ def as_numbers(times: pa.Array) -> np.ndarray:
     return (times.cast(pa.int64()) if pa.types.is_timestamp(times.type) else times).to_numpy()
 
 
-def latest(times: np.ndarray, share: float, column: str | None) -> np.ndarray:
-    """(n,) bool, whether a row has one of the latest times, as near to the share as possible."""
-    held, counts = np.unique(times, return_counts=True)
-    if len(held) < 2:
-        raise UserError(
-            f"all {len(times):,} rows to divide have the same time, column {column!r}. Choose "
-            "another column or split, or a share of 0"
+def _count_times(scan: Scan, pieces: Sequence[Piece], file: Path) -> None:
+    """Write the distinct times of each piece and their rows."""
+    with contextlib.ExitStack() as stack:
+        writer, kind = None, None
+        for piece in pieces:
+            times = read_column(piece.path, TIME)
+            if writer is None:
+                kind, number = times.type, pa.array(as_numbers(times)[:0]).type
+                schema = pa.schema([("time", number), ("rows", pa.int64())])
+                writer = stack.enter_context(pq.ParquetWriter(file, schema))
+            if times.type != kind:
+                raise mixed_times(scan.spec)
+            found = np.unique(as_numbers(times), return_counts=True)
+            writer.write_batch(pa.record_batch([*map(pa.array, found)], schema=schema))
+
+
+def _time_cut(
+    database: duckdb.DuckDBPyConnection, file: Path, share: float, before: Any, column: str | None
+) -> Any:
+    """The time from which on the rows before ``before`` come as near to the share as possible."""
+    total, distinct, cut = database.execute(
+        """
+        with counts as (
+            select time, sum(rows) as rows from read_parquet($file)
+            where $before is null or time < $before group by time
+        ), later as (
+            select time, sum(rows) over (order by time desc) as rows, sum(rows) over () as total,
+                count(*) over () as times from counts
         )
-    later = np.cumsum(counts[::-1])[::-1]  # rows from each time on
-    first = 1 + int(np.argmin(np.abs(later[1:] - share * len(times))))
-    return times >= held[first]
+        select total::bigint, times, time from later
+        order by rows = total, abs(rows - $share * total), time limit 1
+        """,
+        {"file": str(file), "share": share, "before": before},
+    ).fetchone()
+    if distinct < 2:
+        raise UserError(
+            f"all {total:,} rows to divide have the same time, column {column!r}. Choose another "
+            "column or split, or a share of 0"
+        )
+    return cut
 
 
 def _time_text(time: Any) -> str:
-    if isinstance(time, float):
-        return repr(time).removesuffix(".0")
-    text = pd.Timestamp(time).isoformat(sep=" ", timespec="auto").removesuffix("+00:00")
+    if isinstance(time, np.floating):
+        return repr(float(time)).removesuffix(".0")
+    text = pd.Timestamp(int(time), unit="us").isoformat(sep=" ", timespec="auto")
     return f"{text.removesuffix(':00')} UTC"
