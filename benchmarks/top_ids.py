@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows.data.counts import read_counts
 from merlin_cowclip.workflows.data.prepare.executor import THREADS
 from merlin_cowclip.workflows.data.prepare.fit import write_ids
-from merlin_cowclip.workflows.data.vocabulary import MISSING, PADDING, UNKNOWN, IdStatistics
 from merlin_cowclip.workflows.data.prepared_data import ORDER, PARTS, PreparedData, write_record
+from merlin_cowclip.workflows.data.vocabulary import MISSING, PADDING, UNKNOWN, IdStatistics
 from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing
 from merlin_cowclip.workflows.progress import progress_bar

@@ -18,12 +18,12 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.tuned import FORMAT_VERSION
 from merlin_cowclip.workflows.training.configuration import TrainConfig

@@ -250,14 +250,14 @@ def test_what_may_not_be_read_or_written(name, mode, words):
 
 
 def test_a_log_that_changes_while_it_is_read(tmp_path, monkeypatch):
-    read, log = pipeline._Pipeline.read, tmp_path / "log.csv"
+    write, log = pipeline.write_pieces, tmp_path / "log.csv"
 
-    def changing(*arguments: Any) -> Any:
-        found = read(*arguments)
+    def changing(*arguments: Any, **options: Any) -> Any:
+        found = write(*arguments, **options)
         log.write_text(HEAD + ROWS.replace(",a,", ",b,"))  # as many bytes
         return found
 
-    monkeypatch.setattr(pipeline._Pipeline, "read", changing)
+    monkeypatch.setattr(pipeline, "write_pieces", changing)
     done = command(preparing(tmp_path))
     assert done.code == 2
     assert f"{log} was modified while it was being read. Stop the writer" in done.err
@@ -268,7 +268,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("merlin_cowclip.workflows.data.prepare.fit.write_counts", full)
+    monkeypatch.setattr("merlin_cowclip.workflows.data.prepare.fit.write_vocabulary", full)
     check(preparing(tmp_path), "No space left on device. Free some … another disk", tmp_path)
 
 

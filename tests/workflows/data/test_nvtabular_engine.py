@@ -7,6 +7,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 
 from merlin_cowclip.workflows import TrainConfig, export, predict_logs, train
 from merlin_cowclip.workflows.commands.main import main
@@ -15,7 +16,6 @@ from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import AVAZU, CRITEO, DatasetSpec, Split
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
-from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 

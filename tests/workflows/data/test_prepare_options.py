@@ -10,8 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.prepare import pipeline
-from merlin_cowclip.workflows.data.prepare.column_store import ColumnStore
+from merlin_cowclip.workflows.data.prepare import columns, pipeline, shuffle
 from merlin_cowclip.workflows.data.prepare.fit import Encoding
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
@@ -104,13 +103,16 @@ def test_chunks_give_the_same_as_the_whole(tmp_path, log, path, quick, monkeypat
         lists = log["genres"].map(lambda text: text.split("|") if text else [])
         log.assign(genres=lists).to_parquet(path, row_group_size=500)
     whole = quick(spec, [path], "whole", seed=1)
-    monkeypatch.setattr(pipeline, "CHUNK_BYTES", (10_000, 10_000))
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(columns, "PIECE_BYTES", 5_000)  # several to a chunk
+    monkeypatch.setattr(shuffle, "MEMORY_SHARE", 10_000)  # several runs
     cut = []
-    write = ColumnStore.write_chunk
+    write = pipeline.write_pieces
     monkeypatch.setattr(
-        ColumnStore, "write_chunk", lambda *job, **kw: cut.append(job) or write(*job, **kw)
+        pipeline, "write_pieces", lambda *job, **kw: cut.append(job) or write(*job, **kw)
     )
-    chunked = quick(spec, [path], "chunked", seed=1)
+    monkeypatch.setattr(pipeline.os, "sched_getaffinity", lambda _: range(4))
+    chunked = quick(spec, [path], "chunked", seed=1, memory="1GB")
     assert len(cut) > 5
     same(chunked, whole)
     assert len(rows_of(whole)) == TRAIN
@@ -120,7 +122,7 @@ def test_a_fault_in_a_later_chunk_is_named_by_its_line(tmp_path, path, quick, mo
     lines = path.read_text().splitlines()
     lines[5_000] = lines[5_000].replace(",", ",,", 1)
     path.write_text("\n".join(lines))
-    monkeypatch.setattr(pipeline, "CHUNK_BYTES", (10_000, 10_000))
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", 10_000)
     with pytest.raises(UserError, match=r"log.csv, line 5001: Expected 7 columns"):
         quick()
     assert [p.name for p in tmp_path.iterdir()] == ["log.csv"]
@@ -483,28 +485,6 @@ def test_rows_like_those_of_a_folder_are_split_anew(cut, tmp_path):
     again = cut(f"--like {whole.path} v2.csv --test v1.csv --split random", "again")
     assert again.spec.split == Split("random", (f"{tmp_path}/v1.csv",), valid=0)
     assert again.rows == {"train": 400, "valid": 0, "test": 600}
-
-
-@pytest.mark.parametrize("kind", ["random", "sequential", "time"])
-@pytest.mark.parametrize("valid", [0, 0.1, "a file"])
-def test_the_order_of_the_training_rows_is_kept_without_a_validation_part(
-    tmp_path, log, kind, valid
-):
-    """So that `tune` can hold the last of them out."""
-    log = log.sample(frac=1, random_state=1).assign(row=range(ROWS))
-    log[:5_500].to_csv(tmp_path / "a.csv", index=False)
-    log[5_500:].to_csv(tmp_path / "v.csv", index=False)
-    valid = (str(tmp_path / "v.csv"),) if valid == "a file" else valid
-    split = Split(kind, 0.2, "hour" if kind == "time" else None, valid)
-    spec = DatasetSpec("toy", "y", ("item",), ("row", "hour"), split=split)
-    data = prepare(spec, [tmp_path / "a.csv"], tmp_path / "out", progress=False)
-    order = data.path / "order.parquet"
-    assert order.exists() == (kind != "random" and not valid)
-    if order.exists():
-        name = "hour" if kind == "time" else "row"
-        low, high = data.record["ranges"][name]
-        numbers = np.rint(rows_of(data)[name] * (high - low) + low)
-        assert pd.read_parquet(order)["order"].tolist() == numbers.tolist()
 
 
 # inf and NaN

@@ -1,5 +1,11 @@
 """Rows into three parts: every row is in one of them, by the seed and nothing else."""
 
+import itertools
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import duckdb
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -7,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from merlin_cowclip.workflows.data.prepare.split import Parts, split_rows
+from merlin_cowclip.workflows.data.prepare.columns import Piece, Scan
+from merlin_cowclip.workflows.data.prepare.split import key_cuts, keys_of, split_rows
 from merlin_cowclip.workflows.data.prepared_data import PARTS
-from merlin_cowclip.workflows.data.spec import Split
+from merlin_cowclip.workflows.data.sources.base import TIME
+from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError
 
 KINDS = ("random", "sequential", "time")
@@ -17,13 +25,50 @@ LABELS = np.arange(1_000) % 2
 DAYS = pa.array(np.arange(1_000) // 100, pa.float64())
 
 
-def split_by(kind, test=0.25, valid=0.2, seed=3, files=(), labels=LABELS, times=DAYS) -> Parts:
+def split_by(
+    kind, test=0.25, valid=0.2, seed=3, files=(), labels=LABELS, times=DAYS, cut=170
+) -> SimpleNamespace:
+    """What the split says, and the rows of each part in their order."""
     split = Split(kind, test, "t" if kind == "time" else None, valid)
-    times = times if kind == "time" else None
-    return split_rows(split, labels, times, dict(files), seed=seed, label="y")
+    spec = DatasetSpec("toy", "y", ("item",), split=split)
+    rest = n = len(labels)
+    ends = {0, n}
+    for rows in reversed([dict(files).get(part, 0) for part in ("valid", "test")]):
+        rest -= rows  # each file has pieces of its own
+        ends |= {rest}
+    ends = sorted(ends | {*range(0, rest, cut)})
+    with tempfile.TemporaryDirectory() as folder:
+        pieces = []
+        for start, stop in itertools.pairwise(ends):
+            columns = {"y": labels[start:stop], TIME: times[start:stop]}
+            table = pa.table(columns if kind == "time" else {"y": labels[start:stop]})
+            pieces.append(Piece(Path(folder, f"{start}.arrow"), start, stop))
+            with pa.ipc.new_file(str(pieces[-1].path), table.schema) as file:
+                file.write(table.combine_chunks().to_batches()[0])
+        scan = Scan(spec, pieces, np.full(n, 9, np.uint8))
+        parts = split_rows(scan, duckdb.connect(), Path(folder), dict(files), seed)
+    rows = {part: np.flatnonzero(scan.part_of == i) for i, part in enumerate(PARTS)}
+    assert parts.rows == {part: len(of) for part, of in rows.items()}
+    rows["train"] = rows["train"][np.argsort(keys_of(0, n, seed)[rows["train"]])]
+    return SimpleNamespace(**{**parts._asdict(), "rows": rows, "part_of": scan.part_of})
 
 
-def check_parts(parts: Parts, labels: np.ndarray) -> None:
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=200, unique=True), st.data())
+def test_so_many_keys_are_lower_than_a_cut(keys, data):
+    ranks = data.draw(st.lists(st.integers(0, len(keys) - 1), min_size=1, max_size=4))
+    batches = np.array_split(np.array(keys, np.uint64), 3)
+    assert key_cuts(lambda: iter(batches), ranks).tolist() == [sorted(keys)[k] for k in ranks]
+
+
+def test_a_row_has_its_key_wherever_a_batch_begins():
+    whole = keys_of(0, 1_000, 5)
+    assert len(np.unique(whole)) == 1_000
+    for start in (1, 2, 3, 4, 517):
+        np.testing.assert_array_equal(keys_of(start, 1_000, 5), whole[start:])
+
+
+def check_parts(parts, labels: np.ndarray) -> None:
     """A partition; training rows are shuffled, others in order; clicks are those of the labels."""
     assert tuple(parts.rows) == PARTS
     np.testing.assert_array_equal(

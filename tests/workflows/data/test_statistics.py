@@ -1,21 +1,15 @@
-"""Columns to ids and to [0, 1]: by slices as in one piece, and as the saved workflow does it."""
+"""Columns to ids and to [0, 1], as the saved workflow does it."""
 
 import math
 from fractions import Fraction
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from merlin_cowclip.workflows.data.prepare import statistics
-from merlin_cowclip.workflows.data.prepare.statistics import (
-    count_codes,
-    rank_ids,
-    unit_range,
-)
+from merlin_cowclip.workflows.data.prepare.numbers import unit_range
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -76,34 +70,6 @@ def test_a_number_that_is_not_finite_is_served_as_the_end_of_its_range():
     given_numbers = np.array([math.inf, -math.inf])
     for low, high in ((0.0, 1.0), (-1e300, 1e300), (7.0, 7.0)):
         np.testing.assert_array_equal(by_workflow(given_numbers, low, high), [1.0, 0.0])
-
-
-# By slices
-
-
-@pytest.mark.parametrize("rows", [1, 100])
-def test_slices_give_the_same_as_the_whole(monkeypatch, rows):
-    random = np.random.default_rng(0)
-    codes = random.integers(-1, 40, 500).astype(np.int32)
-    texts = pa.array([f"id{i:02d}" for i in range(40)])
-    in_train = random.random(500) < 0.7
-    column = np.where(random.random(500) < 0.1, np.nan, random.normal(size=500))
-
-    def results():
-        counts = count_codes(codes, in_train, len(texts))
-        found = rank_ids(counts, texts, threshold=9, buckets=3)
-        return found, unit_range(column, -1.0, 1.0)
-
-    whole = results()
-    counts = pd.Series(codes[in_train]).value_counts()
-    assert whole[0].by_id[:2].tolist() == [0, counts[-1]]
-    assert whole[0].by_id[5:].tolist() == sorted(counts[counts >= 9].drop(-1), reverse=True)
-    monkeypatch.setattr(statistics, "SLICE_ROWS", rows)
-    parts = results()
-    assert whole[0].vocabulary.equals(parts[0].vocabulary)
-    for name in ("by_id", "encode"):
-        np.testing.assert_array_equal(getattr(whole[0], name), getattr(parts[0], name))
-    np.testing.assert_array_equal(whole[1], parts[1])
 
 
 # Raw cells

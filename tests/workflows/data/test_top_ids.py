@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.frequencies import frequencies
@@ -13,7 +14,6 @@ from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import CRITEO, Split
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
-from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 from .counted import SPEC, made, raw_ids, read

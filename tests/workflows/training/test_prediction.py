@@ -14,6 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 
 from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.workflows import evaluate_logs, predict_logs
@@ -23,7 +24,6 @@ from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import AVAZU, CRITEO, DatasetSpec, Split
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
-from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.manifest import SMALL, entry_of
 from merlin_cowclip.workflows.quiet import quiet_imports

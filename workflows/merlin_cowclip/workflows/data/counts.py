@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +13,16 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.vocabulary import PADDING
 from merlin_cowclip.workflows.errors import UserError
+
+
+def write_counts(
+    folder: Path, field: str, counts: np.ndarray, raw: pa.Array | pa.ChunkedArray
+) -> None:
+    """Write the counts of a field's n IDs, (n,) int64; ``raw`` has the texts of the last ones."""
+    texts = [pa.nulls(len(counts) - len(raw), pa.string()), *getattr(raw, "chunks", [raw])]
+    ids = np.arange(len(counts), dtype=np.int64)
+    table = pa.table({"id": ids, "raw": pa.chunked_array(texts), "count": counts})
+    pq.write_table(table, folder / f"{field}.parquet")
 
 
 def read_counts(data: PreparedData, field: str) -> pa.Table:

@@ -68,6 +68,7 @@ def fit_ids(
     earlier = like and vocabulary_file(like.folder, name)
     held = Vocabulary.open(earlier, buckets) if earlier else Vocabulary.empty(buckets)
     counts = {field: np.zeros(held.cardinality, np.int64) for field in fields}
+    below = dict.fromkeys(fields, 0)
     counted, ranked = scratch / f"{name}.counted", scratch / f"{name}.ranked"
     with pq.ParquetWriter(counted, _COUNTED, compression="lz4") as writer:
         for number, field in enumerate(fields):
@@ -76,6 +77,7 @@ def fit_ids(
                 ids = held.encode(texts)
                 is_new = (ids < held.first) & grow
                 np.add.at(counts[field], ids[~is_new], found[~is_new])
+                below[field] += int(found[(ids < held.first) & ~is_new].sum())
                 new = texts.filter(pa.array(is_new))
                 batch = [new, found[is_new], np.full(len(new), number, np.int16)]
                 writer.write_batch(pa.record_batch(batch, schema=_COUNTED))
@@ -92,7 +94,6 @@ def fit_ids(
         """,
         {"source": str(counted)},
     )
-    below = dict.fromkeys(fields, 0)
     distinct = {field: int(np.count_nonzero(counts[field][held.first :])) for field in fields}
     kept = {field: [counts[field]] for field in fields}
     for batch in _batches(ranked):
@@ -143,7 +144,7 @@ def _batches(ranked: Path, rows: int | None = None) -> Iterator[pa.RecordBatch]:
     """The first ``rows`` of the ranked texts, or all."""
     left = rows
     with pq.ParquetFile(ranked) as file:
-        for batch in file.iter_batches(BATCH_ROWS):
+        for batch in file.iter_batches(BATCH_ROWS) if file.num_row_groups else ():
             batch = batch if left is None else batch.slice(0, left)
             if not len(batch):
                 return
@@ -182,7 +183,7 @@ def fit_numbers(name: str, scan: Scan, fixed: tuple[float, float] | None = None)
     if not np.isfinite(np.subtract(high, low)):
         raise UserError(f"the range of column {name!r} is too large: {low} to {high}. Scale it")
     report = {"occurrences": held + missing, "missing": missing, "min": ends[0], "max": ends[1]}
-    return Fitted({**report, "mean": total / held}, range=(low, high))
+    return Fitted({**report, "mean": float(f"{total / held:.12g}")}, range=(low, high))
 
 
 def _all_missing(name: str, missing: int) -> UserError:

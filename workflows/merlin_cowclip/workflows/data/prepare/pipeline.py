@@ -127,21 +127,22 @@ def prepare(
         "inputs": [{"path": str(s.path), "bytes": s.size} for s in sources],
         "seed": int(seed),
     }
-    with all_or_nothing(out) as folder, unchanged(sources):
+    with all_or_nothing(out) as folder:
         if engine == "nvtabular":
             from merlin_cowclip.workflows.data.prepare.nvtabular_engine import prepare_on_dask
 
-            record |= prepare_on_dask(
-                spec,
-                by_part,
-                folder,
-                seed=seed,
-                scheduler=scheduler,
-                workers=workers,
-                device=device,
-                part_rows=part_rows,
-                progress=progress,
-            )
+            with unchanged(sources):
+                record |= prepare_on_dask(
+                    spec,
+                    by_part,
+                    folder,
+                    seed=seed,
+                    scheduler=scheduler,
+                    workers=workers,
+                    device=device,
+                    part_rows=part_rows,
+                    progress=progress,
+                )
         else:
             with tempfile.TemporaryDirectory(".scratch", dir=scratch or folder) as home:
                 record |= _prepare_here(
@@ -187,8 +188,8 @@ def _prepare_here(
         "threads": threads,
     }
     with (
-        ThreadPoolExecutor(threads) as executor,
         contextlib.closing(duckdb.connect(config=options)) as database,
+        ThreadPoolExecutor(threads) as executor,
     ):
         scan, given, replaced = _scan(spec, by_part, scratch, executor, progress)
         parts = split_rows(scan, database, scratch, given, seed)
@@ -255,7 +256,8 @@ def _scan(
     with progress_bar("reading", total, "B", show=progress) as bar:
         write = functools.partial(write_pieces, folder=scratch, advance=bar.update)
         _, *arguments = zip(*chunks, strict=True)
-        read = executor.map(write, itertools.count(), *arguments)
+        with unchanged(sources):
+            read = [*executor.map(write, itertools.count(), *arguments)]
         for (part, _, _), (written, by_column) in zip(chunks, read, strict=True):
             for path, length in written:
                 pieces.append(Piece(path, rows, rows + length))

@@ -32,7 +32,9 @@ ROW_GROUP_ROWS = 65_536
 MIN_TRAIN_PARTS = 4  # so that the order of parts can be shuffled, from so many rows on:
 MIN_ROWS_TO_PART = 4_000
 _KEY = "\0key"
-_SHARE = 6  # a run is this share of the memory: it is copied when sorted, and its columns are read
+MEMORY_SHARE = (
+    6  # a run is this share of the memory: it is copied when sorted, and its columns are read
+)
 
 
 class PartJob(NamedTuple):
@@ -87,7 +89,9 @@ def write_parts(
     spec = scan.spec
     runs: dict[str, list[Path]] = {part: [] for part in PARTS}
     with progress_bar("encoding", scan.rows, show=progress) as bar:
-        for number, pieces in enumerate(scan.runs(memory // (_SHARE * _row_bytes(scan, fitted)))):
+        for number, pieces in enumerate(
+            scan.runs(memory // (MEMORY_SHARE * _row_bytes(scan, fitted)))
+        ):
             names = [spec.label, *spec.fields]
             encode = functools.partial(_encode, scan=scan, pieces=pieces, fitted=fitted)
             columns = dict(zip(names, executor.map(encode, names), strict=True))

@@ -124,7 +124,7 @@ def split_rows(
                 f"label 1, column {spec.label!r}. Both must occur: give more rows, or another seed "
                 "or split"
             )
-    parts.boundaries.update({part: _time_text(end) for part, end in ends.items()})
+    parts.boundaries.update({part: _time_text(ends[part]) for part in PARTS if part in ends})
     return parts
 
 
