@@ -22,6 +22,7 @@ else:
     import tomli as tomllib
 
 SPLIT_KINDS = ("random", "sequential", "time")
+TIME_FIELDS = ("hour", "weekday")  # keys that name a column of times, and the fields made of it
 MAX_BUCKETS = 1 << 30  # ids are 32 bits wide while data is prepared
 
 
@@ -58,10 +59,9 @@ class Split:
                 raise UserError(
                     f"split.{name} must be a share from 0 to below 1, or files. Received: {value!r}"
                 )
-        if self.time_format is not None and (self.kind, type(self.time_format)) != ("time", str):
+        if not isinstance(self.time_format, str | None):
             raise UserError(
-                "split.time_format must be a strptime format, for split.kind 'time' only. "
-                f"Received: {self.time_format!r} with split.kind {self.kind!r}"
+                f"split.time_format must be a strptime format. Received: {self.time_format!r}"
             )
         if self.kind not in SPLIT_KINDS:
             kinds = quoted(SPLIT_KINDS)
@@ -98,6 +98,17 @@ class DatasetSpec:
         freq_threshold: the least count in the training rows for an id to get its own embedding;
             rarer ids are unknown. One number, or one by field; 0 and 1 keep every id.
         hash_buckets: how many embeddings unknown ids share by hash. One number, or one by field.
+        hash_only: fields of ids without a vocabulary: how many embeddings the ids of each share.
+        shared: lists of fields of ids that have one vocabulary: ``[['seller', 'buyer']]``. It is
+            the first one's; thresholds and buckets must be equal.
+        log1p: continuous fields of which log(1 + x) is scaled, x ≥ 0.
+        standardize: continuous fields that become (x - mean) / standard deviation. Others are
+            scaled to [0, 1] by their range, and clipped.
+        quantiles: continuous fields scaled to [0, 1] by so many quantiles: outliers do not matter.
+        label_above: numbers above it have label 1, all others 0: 3 for ratings.
+        hour: the column of times of which the hour, 0 to 23 UTC, becomes a field of ids ``hour``.
+            Numbers are seconds since 1970; text is read by split.time_format.
+        weekday: the same for the day of the week, 0 for Monday.
         non_finite: inf and NaN: "refuse" raises an error; "missing" treats them as missing.
 
     Raises:
@@ -120,6 +131,14 @@ class DatasetSpec:
     split: Split = dataclasses.field(default_factory=Split)
     freq_threshold: int | Mapping[str, int] = 0
     hash_buckets: int | Mapping[str, int] = 1
+    hash_only: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    shared: tuple[tuple[str, ...], ...] = ()
+    log1p: tuple[str, ...] = ()
+    standardize: tuple[str, ...] = ()
+    quantiles: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    label_above: float | None = None
+    hour: str | None = None
+    weekday: str | None = None
     non_finite: Literal["refuse", "missing"] = "refuse"
 
     def __post_init__(self) -> None:
@@ -129,13 +148,18 @@ class DatasetSpec:
                 if not is_valid(value):
                     raise UserError(f"{key} must be {rule}. Received: {value!r}")
                 if isinstance(value, list):  # from TOML or JSON
-                    object.__setattr__(self, key, tuple(value))
+                    plain = tuple(tuple(v) if isinstance(v, list) else v for v in value)
+                    object.__setattr__(self, key, plain)
         if not self.header and self.columns is None and self.format == "csv":
             raise UserError("a CSV file with header = false needs columns. List all, in order")
         if self.columns is not None and self.format != "csv":
             raise UserError("columns are for format csv only. Leave them out")
+        derived = [name for name in TIME_FIELDS if getattr(self, name) is not None]
+        fields = tuple(dict.fromkeys([*self.categorical, *derived]))
+        object.__setattr__(self, "categorical", fields)
         self._check_roles()
         self._check_rare_ids()
+        self._check_fields()
 
     def _check_roles(self) -> None:
         if not self.ids:
@@ -163,6 +187,36 @@ class DatasetSpec:
                     raise UserError(f"{key} must name fields of ids: {ids}. Received: {field!r}")
                 check_whole(f"{key} of {field!r}", number, least, most)
 
+    def _check_fields(self) -> None:
+        """Keys that name fields: of ids, or numbers."""
+        named = {
+            "hash_only": (self.hash_only, self.ids, "ids"),
+            "shared": ([name for group in self.shared for name in group], self.ids, "ids"),
+            "log1p": (self.log1p, self.continuous, "numbers"),
+            "standardize": (self.standardize, self.continuous, "numbers"),
+            "quantiles": (self.quantiles, self.continuous, "numbers"),
+        }
+        for key, (names, fields, kind) in named.items():
+            if others := [name for name in names if name not in fields or [*names].count(name) > 1]:
+                raise UserError(
+                    f"{key} must name fields of {kind}, each once: {quoted(fields)}. Received: "
+                    f"{quoted(others)}"
+                )
+        for key, least, most in (("hash_only", 1, MAX_BUCKETS), ("quantiles", 2, None)):
+            for name, number in getattr(self, key).items():
+                check_whole(f"{key} of {name!r}", number, least, most)
+        if both := [name for name in self.standardize if name in self.quantiles]:
+            raise UserError(f"{quoted(both)} must be in standardize or quantiles, not in both")
+        for group in self.shared:
+            options = [
+                (self.threshold_of(n), self.buckets_of(n), n in self.hash_only) for n in group
+            ]
+            if len(set(options)) > 1:
+                raise UserError(
+                    f"{quoted(group)} share a vocabulary. Give them the same freq_threshold, "
+                    "hash_buckets and hash_only"
+                )
+
     def threshold_of(self, field: str) -> int:
         """The field's own `freq_threshold`."""
         value = self.freq_threshold
@@ -170,6 +224,8 @@ class DatasetSpec:
 
     def buckets_of(self, field: str) -> int:
         """The field's own `hash_buckets`."""
+        if field in self.hash_only:
+            return self.hash_only[field]
         value = self.hash_buckets
         return value.get(field, 1) if isinstance(value, Mapping) else value
 
@@ -183,10 +239,33 @@ class DatasetSpec:
         """The fields of ids: `categorical`, then `lists`."""
         return (*self.categorical, *self.lists)
 
+    def column_of(self, field: str) -> str:
+        """The column of the log that a field is made of: its own, but for fields of times."""
+        return (field in TIME_FIELDS and getattr(self, field)) or field
+
+    @property
+    def raw_columns(self) -> dict[str, type]:
+        """The columns that fields are made of, and what they hold: float, str or list of texts."""
+        kinds = dict.fromkeys(self.continuous, float) | dict.fromkeys(self.lists, list)
+        return {self.column_of(name): kinds.get(name, str) for name in self.fields}
+
+    def vocabulary_of(self, field: str) -> str:
+        """The name of the field's vocabulary: of the first field that shares it."""
+        return next((group[0] for group in self.shared if field in group), field)
+
+    @property
+    def vocabularies(self) -> dict[str, tuple[str, ...]]:
+        """Fields of ids by vocabulary."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name in self.ids:
+            found[self.vocabulary_of(name)] = (*found.get(self.vocabulary_of(name), ()), name)
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """JSON values for `from_dict`."""
         values = dataclasses.asdict(self)
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        lists = {k: list(v) for k, v in values.items() if isinstance(v, tuple)}
+        return {**values, **lists, "shared": [list(group) for group in self.shared]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DatasetSpec:
@@ -226,7 +305,23 @@ def _is_sign(value: Any) -> bool:
 # Arguments of `DatasetSpec`, what they must be, and whether a value is.
 _RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     (("name", "label"), "a text that is not empty", lambda v: isinstance(v, str) and v != ""),
-    (("categorical", "continuous", "lists", "null_values"), "a list of texts", _are_texts),
+    (
+        ("categorical", "continuous", "lists", "null_values", "log1p", "standardize"),
+        "a list of texts",
+        _are_texts,
+    ),
+    (
+        ("shared",),
+        "a list of lists of two fields or more",
+        lambda v: isinstance(v, (list, tuple)) and all(_are_texts(g) and len(g) > 1 for g in v),
+    ),
+    (("hash_only", "quantiles"), "a table of numbers by field", lambda v: isinstance(v, Mapping)),
+    (
+        ("label_above",),
+        "a number, without label_values",
+        lambda v: v is None or (isinstance(v, (int, float)) and not isinstance(v, bool)),
+    ),
+    (TIME_FIELDS, "the name of a column", lambda v: v is None or (isinstance(v, str) and v != "")),
     (("columns",), "a list of texts", lambda v: v is None or _are_texts(v)),
     (
         ("label_values",),

@@ -23,6 +23,7 @@ from merlin_cowclip.plugins._checks import argument_name
 from merlin_cowclip.workflows.data.adopt.graph import load_saved
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.adopt.validate import BatchLocation, element_type
+from merlin_cowclip.workflows.data.encoder import Encoder
 from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.merlin_systems import PredictTensorflow, TransformWorkflow
@@ -50,7 +51,7 @@ class WorkflowOperator(TransformWorkflow):
     ) -> None:
         super().__init__(workflow)
         self.spec, self.cardinalities = run.spec(), run.config["cardinalities"]
-        self.is_adopted = run.is_adopted
+        self.is_adopted, self.ranges = run.is_adopted, run.config["ranges"]
         self.input_schema, self.output_schema = raw, inputs
         self.renumbered = {} if rare is None else rare.renumbered
 
@@ -66,10 +67,13 @@ class WorkflowOperator(TransformWorkflow):
     def load_artifacts(self, artifact_path: Any = None) -> None:
         """Load it again, and index its vocabularies."""
         if artifact_path:  # Merlin also calls this without one
-            workflow, spec = load_saved(Path(artifact_path) / FOLDER), self.spec
-            encoder: Any = InferenceWorkflow if self.is_adopted else PreparedRows
-            self._encoder = encoder(workflow, spec)
-            self.workflow = workflow
+            self.workflow = load_saved(Path(artifact_path) / FOLDER)
+            self._encoder: Any
+            if self.is_adopted:
+                self._encoder = InferenceWorkflow(self.workflow, self.spec)
+            else:
+                encoder = Encoder.open(Path(artifact_path), self.spec, self.ranges)
+                self._encoder = PreparedRows(self.spec, encoder)
 
     compute_output_schema = PredictTensorflow.compute_output_schema  # that of this operator
 

@@ -92,14 +92,13 @@ def _raw_logs(run: Run, spec: DatasetSpec, paths: dict[Path, Path], trust: bool)
     logs = [dataclasses.replace(log, labelled=labelled) for log in logs]
     for log in logs:
         log.check()
-    workflow = run.workflow(trust=trust).remove_inputs([spec.label])
+    encoder = run.encoder(trust=trust)
 
     def pieces(advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, pa.Table]]:
         read = (b for log in logs for c in log.chunks(CHUNK_BYTES) for b in log.batches(c, advance))
         for batch in read:
             if batch.num_rows:
-                out = workflow.transform(batch.to_pandas()[[*spec.fields]])
-                rows = pa.Table.from_pandas(out, preserve_index=False)
+                rows = pa.table({n: encoder.encode(n, batch.column(n)) for n in spec.fields})
                 if labelled:
                     rows = rows.append_column(spec.label, batch.column(spec.label))
                 yield batch, as_rows(rows, spec, labelled)

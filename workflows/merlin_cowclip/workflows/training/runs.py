@@ -26,6 +26,7 @@ from merlin_cowclip.workflows.training.ranks import rank_info
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
+    from merlin_cowclip.workflows.data.encoder import Encoder
     from merlin_cowclip.workflows.training.checkpoint import Checkpoint, Checkpoints
     from merlin_cowclip.workflows.training.configuration import CheckpointConfig
 
@@ -371,6 +372,14 @@ class Run:
         if not trust:
             check_workflow(self.path, self.result["manifest"], "a run", _AGAIN)
         return load_saved(self.path / "workflow")
+
+    def encoder(self, *, trust: bool = False) -> Encoder:
+        """What encodes raw rows; raises UserError if its files changed, unless `trust`."""
+        from merlin_cowclip.workflows.data.encoder import Encoder
+
+        if not trust:
+            check_workflow(self.path, self.result["manifest"], "a run", _AGAIN)
+        return Encoder.open(self.path, self.spec(), self.config["ranges"])
 
     def inference(self, *, trust: bool = False) -> InferenceWorkflow:
         """The workflow of an adopted pipeline, for raw rows; raises as `workflow`."""

@@ -7,6 +7,7 @@ Texts are counted by piece, then in all by DuckDB, which sorts on disk what is t
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows.data.encoder import Scale, scale_of
 from merlin_cowclip.workflows.data.prepare.columns import Scan, read_column
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.vocabulary import (
@@ -25,17 +27,18 @@ from merlin_cowclip.workflows.data.vocabulary import (
     vocabulary_file,
     write_vocabulary,
 )
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, clipped
 
 BATCH_ROWS = 1 << 16  # of a vocabulary
 _COUNTED = pa.schema([("text", pa.string()), ("n", pa.int64()), ("field", pa.int16())])
+_VALUES = pa.schema([("value", pa.float64()), ("rows", pa.int64())])
 
 
 class Encoding(NamedTuple):
     """How an earlier `prepare` encoded its fields."""
 
     spec: DatasetSpec
-    ranges: Mapping[str, tuple[float, float]]  # lowest and highest number, by continuous field
+    ranges: Mapping[str, Sequence[float]]  # by which numbers were scaled, by continuous field
     folder: Path  # the prepared folder or run, with the vocabularies
 
 
@@ -44,7 +47,7 @@ class Fitted(NamedTuple):
 
     report: dict[str, Any]
     vocabulary: Vocabulary | None = None
-    range: tuple[float, float] = (0.0, 0.0)
+    scale: Scale | None = None
 
 
 def fit_ids(
@@ -55,7 +58,7 @@ def fit_ids(
     scratch: Path,
     folder: Path,
     like: Encoding | None = None,
-    grow: bool = True,
+    grow: bool = False,
 ) -> dict[str, Fitted]:
     """Fit the fields of the vocabulary ``name``, and write it, its index and counts to ``folder``.
 
@@ -64,6 +67,7 @@ def fit_ids(
     are rarer than the threshold.
     """
     spec = scan.spec
+    grow = (grow or like is None) and name not in spec.hash_only
     buckets, threshold = spec.buckets_of(fields[0]), max(spec.threshold_of(fields[0]), 1)
     earlier = like and vocabulary_file(like.folder, name)
     held = Vocabulary.open(earlier, buckets) if earlier else Vocabulary.empty(buckets)
@@ -77,7 +81,7 @@ def fit_ids(
                 ids = held.encode(texts)
                 is_new = (ids < held.first) & grow
                 np.add.at(counts[field], ids[~is_new], found[~is_new])
-                below[field] += int(found[(ids < held.first) & ~is_new].sum())
+                below[field] += int(found[(ids < held.first) & ~is_new].sum()) if like else 0
                 new = texts.filter(pa.array(is_new))
                 batch = [new, found[is_new], np.full(len(new), number, np.int16)]
                 writer.write_batch(pa.record_batch(batch, schema=_COUNTED))
@@ -85,14 +89,12 @@ def fit_ids(
         f"coalesce(sum(n) filter (where field = {i}), 0)::bigint as n{i}"
         for i in range(len(fields))
     ]
-    target = str(ranked).replace("'", "''")
-    database.cursor().execute(
-        f"""
-        copy (select text, sum(n)::bigint as n, {", ".join(sums)} from read_parquet($source)
-            group by text order by n desc, text)
-        to '{target}' (format parquet, compression lz4)
-        """,
-        {"source": str(counted)},
+    _copy(
+        database,
+        f"select text, sum(n)::bigint as n, {', '.join(sums)} from read_parquet($source) "
+        "group by text order by n desc, text",
+        counted,
+        ranked,
     )
     distinct = {field: int(np.count_nonzero(counts[field][held.first :])) for field in fields}
     kept = {field: [counts[field]] for field in fields}
@@ -107,8 +109,14 @@ def fit_ids(
             below[field] += int(found[some:].sum())
     known = sum(map(len, kept[fields[0]])) - held.cardinality
     by_id = {field: np.concatenate(parts) for field, parts in kept.items()}
-    for field in fields if like is None and grow else ():
-        _check_some(field, by_id[field], distinct[field], known, threshold)
+    for field in fields if like is None else ():
+        if by_id[field].sum() == by_id[field][MISSING]:
+            raise _all_missing(field, int(by_id[field][MISSING]))
+        if grow and not known:
+            raise UserError(
+                f"no id of {field!r} occurs {threshold:,} times in the training rows "
+                "(freq_threshold). Lower it, or take the column out"
+            )
     old = read_texts(earlier) if earlier else ()
     new = (batch["text"] for batch in _batches(ranked, known))
     vocabulary = write_vocabulary(folder, name, itertools.chain(old, new), by_id, held)
@@ -152,38 +160,115 @@ def _batches(ranked: Path, rows: int | None = None) -> Iterator[pa.RecordBatch]:
             yield batch
 
 
-def _check_some(field: str, counts: np.ndarray, distinct: int, known: int, threshold: int) -> None:
-    if not distinct:
-        raise _all_missing(field, int(counts[MISSING]))
-    if not known:
-        raise UserError(
-            f"no id of {field!r} occurs {threshold:,} times in the training rows (freq_threshold). "
-            "Lower it, or take the column out"
-        )
-
-
-def fit_numbers(name: str, scan: Scan, fixed: tuple[float, float] | None = None) -> Fitted:
-    """The report of a continuous field, and its range: ``fixed``, or of the training rows."""
-    held = missing = 0
-    total, ends = 0.0, [np.inf, -np.inf]
-    for piece in scan.pieces:
-        column = read_column(piece.path, name).to_numpy(zero_copy_only=False)
-        train = column[scan.part_of[piece.start : piece.stop] == 0]
-        numbers = train[~np.isnan(train)]
-        missing += len(train) - len(numbers)
-        if len(numbers):
-            held, total = held + len(numbers), total + float(numbers.sum())
-            ends = [min(ends[0], float(numbers.min())), max(ends[1], float(numbers.max()))]
-    if not held:
-        if fixed is None:
+def fit_numbers(
+    name: str,
+    scan: Scan,
+    database: duckdb.DuckDBPyConnection,
+    scratch: Path,
+    fixed: Sequence[float] | None = None,
+) -> Fitted:
+    """The report of a continuous field, and how it is scaled: by ``fixed``, or training rows."""
+    scale = scale_of(scan.spec, name, fixed or ())
+    missing, raw, filled = 0, _Moments(), _Moments()
+    values = scratch / f"{scan.spec.fields.index(name)}.values"
+    with pq.ParquetWriter(values, _VALUES, compression="lz4") as writer:
+        for piece in scan.pieces:
+            column = read_column(piece.path, name).to_numpy(zero_copy_only=False)
+            train = column[scan.part_of[piece.start : piece.stop] == 0]
+            raw.add(train[~np.isnan(train)])
+            missing += np.count_nonzero(np.isnan(train))
+            filled.add(scale.filled(train))
+            if scale.method == "quantiles" and not fixed:
+                found = np.unique(scale.filled(train), return_counts=True)
+                writer.write_batch(pa.record_batch([*map(pa.array, found)], schema=_VALUES))
+    if not raw.count:
+        if not fixed:
             raise _all_missing(name, missing)
-        held, ends = 1, [0.0, 0.0]
-    filled = [*ends, 0.0] if missing else ends  # a missing number counts as 0
-    low, high = fixed or (min(filled), max(filled))
-    if not np.isfinite(np.subtract(high, low)):
-        raise UserError(f"the range of column {name!r} is too large: {low} to {high}. Scale it")
-    report = {"occurrences": held + missing, "missing": missing, "min": ends[0], "max": ends[1]}
-    return Fitted({**report, "mean": float(f"{total / held:.12g}")}, range=(low, high))
+        raw.add(np.zeros(1))
+    if scale.log1p and raw.low < 0 and not fixed:
+        raise UserError(f"log1p needs numbers from 0 on. Column {name!r} has {raw.low!r}")
+    if not np.isfinite(np.subtract(raw.high, raw.low)):
+        raise UserError(
+            f"the range of column {name!r} is too large: {raw.low} to {raw.high}. Scale it"
+        )
+    ends = {
+        "range": (filled.low, filled.high),
+        "standardize": (_stable(filled.mean), _stable(filled.deviation)),
+        "quantiles": (),
+    }
+    if not fixed and scale.method == "quantiles":
+        fixed = _quantiles(database, values, filled.count, scan.spec.quantiles[name])
+    report = {
+        "occurrences": filled.count,
+        "missing": missing,
+        "min": raw.low,
+        "max": raw.high,
+        "mean": _stable(raw.mean),
+    }
+    return Fitted(report, scale=scale_of(scan.spec, name, fixed or ends[scale.method]))
+
+
+class _Moments:
+    """Count, range, mean and standard deviation of numbers that come in batches (Chan 1982)."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.squares = 0, 0.0, 0.0
+        self.low, self.high = math.inf, -math.inf
+
+    def add(self, numbers: np.ndarray) -> None:
+        """Count n more."""
+        if not len(numbers):
+            return
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean, count = float(numbers.mean()), self.count + len(numbers)
+            away = mean - self.mean
+            self.squares += float(((numbers - mean) ** 2).sum())
+            self.squares += away**2 * self.count * len(numbers) / count
+            self.mean += away * len(numbers) / count
+        self.count = count
+        self.low = min(self.low, float(numbers.min()))
+        self.high = max(self.high, float(numbers.max()))
+
+    @property
+    def deviation(self) -> float:
+        return math.sqrt(self.squares / self.count)
+
+
+def _stable(number: float) -> float:
+    """A sum's first 12 digits, which do not depend on where the log is cut."""
+    return float(f"{number:.12g}")
+
+
+def _quantiles(database: duckdb.DuckDBPyConnection, values: Path, rows: int, n: int) -> list[float]:
+    """The lowest numbers that k/n of all rows do not exceed, k from 0 to n."""
+    ordered = values.with_suffix(".ordered")
+    _copy(
+        database,
+        "select value, sum(rows)::bigint as rows from read_parquet($source) group by value "
+        "order by value",
+        values,
+        ordered,
+    )
+    targets = np.maximum(np.ceil(np.arange(n + 1) * (rows / n)), 1)
+    quantiles, before = np.zeros(n + 1), 0
+    for batch in _batches(ordered):
+        upto = before + np.cumsum(batch["rows"].to_numpy())
+        mine = (targets > before) & (targets <= upto[-1])
+        quantiles[mine] = batch["value"].to_numpy()[np.searchsorted(upto, targets[mine])]
+        before = upto[-1]
+    return quantiles.tolist()
+
+
+def _copy(database: duckdb.DuckDBPyConnection, query: str, source: Path, out: Path) -> None:
+    """Write the rows of a query of a parquet file, ``$source``, into another."""
+    target = str(out).replace("'", "''")
+    try:
+        database.cursor().execute(
+            f"copy ({query}) to '{target}' (format parquet, compression lz4)",
+            {"source": str(source)},
+        )
+    except duckdb.OutOfMemoryException as error:
+        raise UserError(f"memory is too small: {clipped(str(error))}. Raise it") from None
 
 
 def _all_missing(name: str, missing: int) -> UserError:

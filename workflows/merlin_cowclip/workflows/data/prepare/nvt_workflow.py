@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.prepare.operators import EncodeIds, ParseNumbers, UnitRange
+from merlin_cowclip.workflows.data.encoder import scale_of
+from merlin_cowclip.workflows.data.prepare.operators import EncodeIds, ScaleNumbers, TimeFields
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.vocabulary import UNKNOWN, vocabulary_file
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -28,45 +28,44 @@ with quiet_imports():
     from nvtabular import ops
 
 
-def build_workflow(spec: DatasetSpec, folder: str | Path, **options: Any) -> nvt.Workflow:
-    """The spec's NVTabular workflow, not fitted; vocabularies are in ``folder/categories``.
+def build_workflow(
+    spec: DatasetSpec, folder: str | Path, ranges: Mapping[str, Sequence[float]]
+) -> nvt.Workflow:
+    """The spec's NVTabular workflow; vocabularies are in ``folder/categories``.
 
-    ``options`` are of `EncodeIds`.
+    ``ranges`` are what numbers are scaled by.
     """
+    options: dict[str, Any] = {}
     if any(spec.threshold_of(name) > 1 for name in spec.ids):
         options["freq_threshold"] = {name: spec.threshold_of(name) for name in spec.ids}
     if any(spec.buckets_of(name) > 1 for name in spec.ids):
         options["num_buckets"] = {name: spec.buckets_of(name) for name in spec.ids}
-    options |= {"lists": spec.lists, "null_values": spec.null_values}
+    shared = {name: spec.vocabulary_of(name) for name in spec.ids if spec.shared}
+    options |= {"lists": spec.lists, "shared": shared, "null_values": spec.null_values}
     target = [Tags.TARGET, Tags.BINARY_CLASSIFICATION]
-    nodes = list(spec.ids) >> EncodeIds(folder, **options)
+    times = [name for name in spec.ids if spec.column_of(name) != name]
+    ids: Any = [name for name in spec.ids if name not in times]
+    if times:
+        columns = [*dict.fromkeys(map(spec.column_of, times))]
+        ids = ids + (columns >> TimeFields(spec))
+    nodes = ids >> EncodeIds(folder, **options)
     nodes += [spec.label] >> ops.AddMetadata(tags=target)
     if spec.continuous:
-        nodes += (
-            list(spec.continuous)
-            >> ParseNumbers(spec.null_values, spec.non_finite == "missing")
-            >> ops.FillMissing(0)
-            >> UnitRange(out_dtype="float32")
-            >> ops.Clip(min_value=0.0, max_value=1.0)
-        )
+        scales = {name: scale_of(spec, name, ranges[name]) for name in spec.continuous}
+        is_missing = spec.non_finite == "missing"
+        nodes += list(spec.continuous) >> ScaleNumbers(scales, spec.null_values, is_missing)
     return nvt.Workflow(nodes)
 
 
 def save_fitted_workflow(
-    spec: DatasetSpec, folder: Path, ranges: Mapping[str, Sequence[float]], **options: Any
+    spec: DatasetSpec, folder: Path, ranges: Mapping[str, Sequence[float]]
 ) -> None:
-    """Save the workflow of `build_workflow` and its schema, with the vocabularies in ``folder``.
-
-    ``ranges`` are the lowest and highest number of each continuous field.
-    """
-    workflow = build_workflow(spec, folder / "workflow", **options)
-    ends = pd.DataFrame(ranges, index=["mins", "maxs"], dtype="float64").T
-    paths = {field: str(vocabulary_file(folder, field)) for field in spec.ids}
-    # As Categorify.fit and NormalizeMinMax.fit return them.
-    for kind, found in ((EncodeIds, paths), (UnitRange, {n: ends[n] for n in ends})):
-        for node in Graph.get_nodes_by_op_type([workflow.output_node], kind):
-            node.op.fit_finalize(found)
-            node.op.fitted = True
+    """Save the workflow of `build_workflow` and its schema, with the vocabularies in ``folder``."""
+    workflow = build_workflow(spec, folder / "workflow", ranges)
+    for node in Graph.get_nodes_by_op_type([workflow.output_node], EncodeIds):
+        files = {name: vocabulary_file(folder, spec.vocabulary_of(name)) for name in spec.ids}
+        node.op.fit_finalize({name: str(path) for name, path in files.items()})
+        node.op.fitted = True
     workflow.fit_schema(raw_schema(spec))
     workflow.save(str(folder / "workflow"))
     columns = workflow.output_schema
@@ -76,10 +75,10 @@ def save_fitted_workflow(
 def raw_schema(spec: DatasetSpec) -> Schema:
     """The columns that the workflow reads."""
     columns = [ColumnSchema(spec.label, dtype="int64")]
-    columns += [ColumnSchema(name, dtype="float64") for name in spec.continuous]
-    for name in spec.ids:
-        is_list = name in spec.lists
-        columns.append(ColumnSchema(name, dtype="str", is_list=is_list, is_ragged=is_list))
+    for name, kind in spec.raw_columns.items():
+        dtype = "float64" if kind is float else "str"
+        is_list = kind is list
+        columns.append(ColumnSchema(name, dtype=dtype, is_list=is_list, is_ragged=is_list))
     return Schema(columns)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,16 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from merlin_cowclip.workflows.data.prepare.numbers import scaled
-from merlin_cowclip.workflows.data.sources.base import ids_as_text
+from merlin_cowclip.workflows.data.encoder import Scale
+from merlin_cowclip.workflows.data.sources.base import ids_as_text, time_field
+from merlin_cowclip.workflows.data.spec import TIME_FIELDS, DatasetSpec
 from merlin_cowclip.workflows.data.vocabulary import Vocabulary, copy_index
 from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
     from merlin.schema import Schema
-    from nvtabular.ops import Categorify, NormalizeMinMax, Operator
+    from nvtabular.ops import Categorify, Operator
 
 
 class EncodeIds(Categorify):
@@ -36,6 +38,7 @@ class EncodeIds(Categorify):
         out_path: the folder that gets ``categories/``. No default: workflows that share
             Categorify's (``./``) overwrite each other's vocabularies.
         lists: the fields of lists.
+        shared: the name of its vocabulary, by field that shares another's.
         null_values: texts that mean a missing ID, in addition to the empty one.
         options: ``freq_threshold``, ``num_buckets`` or ``max_size`` as in Categorify, by field.
     """
@@ -45,13 +48,14 @@ class EncodeIds(Categorify):
         out_path: str | Path,
         *,
         lists: Sequence[str] = (),
+        shared: Mapping[str, str] = MappingProxyType({}),
         null_values: Sequence[str] = (),
         **options: Any,
     ) -> None:
         with warnings.catch_warnings():  # of hashing that differs on GPUs: not ours
             warnings.simplefilter("ignore", UserWarning)
             super().__init__(out_path=str(out_path), **options)
-        self.lists = tuple(lists)
+        self.lists, self.shared = tuple(lists), dict(shared)
         self.null_values = tuple(null_values)
         self._vocabularies: dict[str, Vocabulary] = {}
 
@@ -75,7 +79,9 @@ class EncodeIds(Categorify):
             return self._transform(df[names])
         out = df[names].reset_index(drop=True)
         for name in names:
-            on_cpu = name in (*self.lists, "order", "labels") or self.buckets(name) > 1
+            on_cpu = (
+                name in (*self.lists, *self.shared, "order", "labels") or self.buckets(name) > 1
+            )
             if on_cpu or out[name].isna().all():
                 out[name] = type(df).from_pandas(self._transform(out[[name]].to_pandas()))[name]
             else:
@@ -123,60 +129,82 @@ class EncodeIds(Categorify):
     def _compute_properties(self, col_schema: Any, input_schema: Schema) -> Any:
         schema = super()._compute_properties(col_schema, input_schema)
         path, buckets = schema.properties["cat_path"], self.buckets(col_schema.name)
+        domain = self.shared.get(col_schema.name, col_schema.name)
         return schema.with_properties(
             {
                 # Categorify writes an absolute path; folders move.
                 "cat_path": path and str(Path(path).relative_to(self.out_path)),
                 "num_buckets": buckets if buckets > 1 else None,
                 "empty_is_missing": True,
+                "domain": {**schema.properties["domain"], "name": domain},
             }
         )
 
 
-class ParseNumbers(Operator):
-    """Numbers, or their text, to float64; a missing one is NaN.
+class ScaleNumbers(Operator):
+    """Numbers, or their text, scaled as `prepare` does, in float32.
 
-    ``null_values`` mean a missing number, as the empty text does. With ``non_finite``, inf is
-    missing, too; without, it raises an error.
+    Args:
+        scales: by column.
+        null_values: texts that mean a missing number, as the empty one does.
+        non_finite: whether inf is missing, too; if not, it raises an error.
     """
 
-    def __init__(self, null_values: Sequence[str] = (), non_finite: bool = False) -> None:
+    def __init__(
+        self,
+        scales: Mapping[str, Scale],
+        null_values: Sequence[str] = (),
+        non_finite: bool = False,
+    ) -> None:
         super().__init__()
-        self.null_values, self.non_finite = tuple(null_values), non_finite
+        self.scales, self.null_values, self.non_finite = scales, tuple(null_values), non_finite
 
     def transform(self, col_selector: Any, df: Any) -> Any:
-        """The same columns as float64; raises UserError for text that is not a number."""
+        """The same columns as float32; raises UserError for text that is not a number."""
         out = type(df)()
         for name in col_selector.names:
-            numbers = df[name]
+            cells = df[name].to_pandas() if hasattr(df, "to_pandas") else df[name]
             with _refusing(f"column {name!r} must hold numbers, or their text", "Correct it"):
-                if numbers.dtype.kind == "O":
-                    numbers = numbers.mask(numbers.isna() | numbers.isin(["", *self.null_values]))
-                numbers = numbers.astype("float64")
-            infinite = abs(numbers) == np.inf
-            if not self.non_finite and infinite.any():
+                if cells.dtype.kind == "O":
+                    cells = cells.mask(cells.isna() | cells.isin(["", *self.null_values]))
+                numbers = cells.to_numpy(dtype=np.float64, na_value=np.nan)
+            if not self.non_finite and np.isinf(numbers).any():
                 raise UserError(f"column {name!r} has an infinite number. Leave it missing")
-            out[name] = numbers.mask(infinite)
+            out[name] = self.scales[name](np.where(np.isinf(numbers), np.nan, numbers))
+        out.index = df.index
         return out
 
     @property
     def output_dtype(self) -> Any:
-        """float64."""
-        return np.dtype("float64")
+        """float32."""
+        return np.dtype("float32")
 
 
-class UnitRange(NormalizeMinMax):
-    """NormalizeMinMax in float64, as `prepare` scales; a constant becomes 0 (stock: 0.5 or NaN)."""
+class TimeFields(Operator):
+    """The fields ``hour`` and ``weekday`` of a spec, from the columns of times that it names."""
+
+    def __init__(self, spec: DatasetSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.sources = {f: getattr(spec, f) for f in TIME_FIELDS if getattr(spec, f)}
 
     def transform(self, col_selector: Any, df: Any) -> Any:
-        """The same columns, scaled; numbers beyond the range lie beyond [0, 1]."""
-        out = type(df)()
-        for name in col_selector.names:
-            low, high = float(self.mins[name]), float(self.maxs[name])
-            with np.errstate(over="ignore"):
-                numbers = scaled(df[name].astype("float64"), low, high)
-                out[name] = numbers.astype(self.output_dtype)
+        """The fields, as text."""
+        out = type(df)(index=df.index)
+        for field, column in self.sources.items():
+            cells = pa.array(df[column].to_pandas() if hasattr(df, "to_pandas") else df[column])
+            ids = time_field(field, cells, self.spec).dictionary_decode()
+            out[field] = ids.to_pandas().to_numpy()
         return out
+
+    def column_mapping(self, col_selector: Any) -> dict[str, list[str]]:
+        """The column of each field."""
+        return {field: [column] for field, column in self.sources.items()}
+
+    @property
+    def output_dtype(self) -> Any:
+        """Text."""
+        return np.dtype("O")
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ import duckdb
 import numpy as np
 from dask.utils import parse_bytes
 
+from merlin_cowclip.workflows.data.encoder import Encoder
 from merlin_cowclip.workflows.data.prepare.columns import Piece, Scan, write_pieces
 from merlin_cowclip.workflows.data.prepare.fit import Encoding, Fitted, fit_ids, fit_numbers
 from merlin_cowclip.workflows.data.prepare.shuffle import PART_ROWS, write_parts
@@ -199,16 +200,21 @@ def _prepare_here(
             def fit(fields: tuple[str, ...]) -> dict[str, Fitted]:
                 name = fields[0]
                 if name in spec.continuous:
-                    return {name: fit_numbers(name, scan, like and like.ranges[name])}
-                new = like is None or grow
-                return fit_ids(name, fields, scan, database, scratch, folder, like, new)
+                    fixed = like and like.ranges[name]
+                    return {name: fit_numbers(name, scan, database, scratch, fixed)}
+                return fit_ids(name, fields, scan, database, scratch, folder, like, grow)
 
-            for found in executor.map(fit, [(name,) for name in (*spec.ids, *spec.continuous)]):
+            numbers = [(name,) for name in spec.continuous]
+            for found in executor.map(fit, [*spec.vocabularies.values(), *numbers]):
                 fitted |= found
                 bar.update(len(found))
+        vocabularies = {name: fitted[name].vocabulary for name in spec.ids}
+        scales = {name: fitted[name].scale for name in spec.continuous}
+        fields = {name: fitted[name].report for name in spec.fields}
         write_parts(
             scan,
-            fitted,
+            Encoder(spec, vocabularies, scales),
+            fields,
             parts.rows,
             folder,
             scratch,
@@ -218,9 +224,8 @@ def _prepare_here(
             executor=executor,
             progress=progress,
         )
-    ranges = {name: [*fitted[name].range] for name in spec.continuous}
+    ranges = {name: [*scales[name].values] for name in spec.continuous}
     save_fitted_workflow(spec, folder, ranges)
-    fields = {name: fitted[name].report for name in spec.fields}
     for name in spec.continuous:
         fields[name]["not_finite"] = replaced[name]  # among the missing ones
     for name in spec.ids:
@@ -229,7 +234,7 @@ def _prepare_here(
     return {
         "rows": parts.rows,
         "boundaries": parts.boundaries,
-        "cardinalities": {name: fitted[name].vocabulary.cardinality for name in spec.ids},
+        "cardinalities": {name: vocabularies[name].cardinality for name in spec.ids},
         "ranges": ranges,
         "report": {"rows": parts.rows, "positives": parts.positives, "fields": fields},
     }

@@ -12,15 +12,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows.data.encoder import Encoder
 from merlin_cowclip.workflows.data.prepare.columns import Piece, Scan, read_column
-from merlin_cowclip.workflows.data.prepare.fit import Fitted
-from merlin_cowclip.workflows.data.prepare.numbers import unit_range
 from merlin_cowclip.workflows.data.prepare.split import key_cuts, keys_of
 from merlin_cowclip.workflows.data.prepared_data import HELD_OUT, PARTS
 from merlin_cowclip.workflows.data.spec import DatasetSpec
@@ -32,9 +31,8 @@ ROW_GROUP_ROWS = 65_536
 MIN_TRAIN_PARTS = 4  # so that the order of parts can be shuffled, from so many rows on:
 MIN_ROWS_TO_PART = 4_000
 _KEY = "\0key"
-MEMORY_SHARE = (
-    6  # a run is this share of the memory: it is copied when sorted, and its columns are read
-)
+Reports = dict[str, dict[str, Any]]  # of fields
+MEMORY_SHARE = 6  # a run takes this share of the memory: it is copied, and its columns are read
 
 
 class PartJob(NamedTuple):
@@ -74,7 +72,8 @@ def part_schema(spec: DatasetSpec) -> pa.Schema:
 
 def write_parts(
     scan: Scan,
-    fitted: dict[str, Fitted],
+    encoder: Encoder,
+    reports: Reports,
     rows: dict[str, int],
     folder: Path,
     scratch: Path,
@@ -90,10 +89,12 @@ def write_parts(
     runs: dict[str, list[Path]] = {part: [] for part in PARTS}
     with progress_bar("encoding", scan.rows, show=progress) as bar:
         for number, pieces in enumerate(
-            scan.runs(memory // (MEMORY_SHARE * _row_bytes(scan, fitted)))
+            scan.runs(memory // (MEMORY_SHARE * _row_bytes(scan, reports)))
         ):
             names = [spec.label, *spec.fields]
-            encode = functools.partial(_encode, scan=scan, pieces=pieces, fitted=fitted)
+            encode = functools.partial(
+                _encode, scan=scan, pieces=pieces, encoder=encoder, reports=reports
+            )
             columns = dict(zip(names, executor.map(encode, names), strict=True))
             start, stop = pieces[0].start, pieces[-1].stop
             part_of = scan.part_of[start:stop]
@@ -130,13 +131,15 @@ def write_parts(
             bar.update(written)
 
 
-def _row_bytes(scan: Scan, fitted: dict[str, Fitted]) -> int:
-    """Bytes of an encoded row, of training rows on average."""
-    lists = sum(fitted[name].report["occurrences"] for name in scan.spec.lists)
+def _row_bytes(scan: Scan, reports: Reports) -> int:
+    """Bytes of an encoded row, with its key, on average."""
+    lists = sum(reports[name]["occurrences"] for name in scan.spec.lists)
     return 16 + 4 * len(scan.spec.fields) + 4 * lists // scan.rows
 
 
-def _encode(name: str, scan: Scan, pieces: Sequence[Piece], fitted: dict[str, Fitted]) -> pa.Array:
+def _encode(
+    name: str, scan: Scan, pieces: Sequence[Piece], encoder: Encoder, reports: Reports
+) -> pa.Array:
     """A column of a run, encoded; what its held-out rows have is added to the field's report."""
     spec, encoded = scan.spec, list[pa.Array]()
     for piece in pieces:
@@ -144,38 +147,32 @@ def _encode(name: str, scan: Scan, pieces: Sequence[Piece], fitted: dict[str, Fi
         if name == spec.label:
             encoded.append(column)
             continue
-        field = fitted[name]
-        if field.vocabulary is None:
-            values = column.to_numpy(zero_copy_only=False)
-            encoded.append(pa.array(unit_range(values, *field.range)))
-        elif name in spec.lists:
-            values = field.vocabulary.encode(column.values)
-            part_of = np.repeat(part_of, np.diff(column.offsets.to_numpy()))
-            encoded.append(pa.ListArray.from_arrays(column.offsets, pa.array(values)))
-        else:
-            values = field.vocabulary.encode(column)
-            encoded.append(pa.array(values))
+        encoded.append(values := encoder.encode(name, column))
+        if name in spec.lists:
+            part_of = np.repeat(part_of, np.diff(values.offsets.to_numpy()))
+            values = values.values
+        elif name in spec.continuous:
+            values = column
         for part in HELD_OUT:
-            mine = values[part_of == PARTS.index(part)]
-            for key, number in _held_out(mine, field).items():
-                field.report[f"{part}_{key}"] = field.report.get(f"{part}_{key}", 0) + number
+            mine = values.to_numpy(zero_copy_only=False)[part_of == PARTS.index(part)]
+            for key, number in _counted(mine, encoder, name).items():
+                key = f"{part}_{key}"
+                reports[name][key] = reports[name].get(key, 0) + number
     return pa.concat_arrays(encoded)
 
 
-def _held_out(values: np.ndarray, field: Fitted) -> dict[str, int]:
-    """What a report says of ids or numbers of a held-out part."""
-    if field.vocabulary is None:
-        low, high = field.range
-        with np.errstate(invalid="ignore"):
-            counted = {
-                "missing": np.isnan(values),
-                "out_of_range": (values < low) | (values > high),
-            }
+def _counted(values: np.ndarray, encoder: Encoder, name: str) -> dict[str, int]:
+    """What a report says of ids, or of raw numbers, of a held-out part."""
+    if scale := encoder.scales.get(name):
+        missing, low, high = np.isnan(values), min(scale.values), max(scale.values)
+        filled = scale.filled(values)
+        is_range = scale.method != "standardize"
+        beyond = ((filled < low) | (filled > high)) & ~missing & is_range
+        flags = {"missing": missing, "out_of_range": beyond}
     else:
-        unknown = (values >= UNKNOWN) & (values < field.vocabulary.first)
-        counted = {"missing": values == MISSING, "unknown": unknown}
-    flags = {key: int(np.count_nonzero(of)) for key, of in counted.items()}
-    return {"occurrences": len(values), **flags}
+        unknown = (values >= UNKNOWN) & (values < encoder.vocabularies[name].first)
+        flags = {"missing": values == MISSING, "unknown": unknown}
+    return {"occurrences": len(values)} | {key: int(of.sum()) for key, of in flags.items()}
 
 
 def _keys(runs: Sequence[Path]) -> Iterator[np.ndarray]:

@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from merlin_cowclip.workflows.data.spec import DatasetSpec
+from merlin_cowclip.workflows.data.spec import TIME_FIELDS, DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 
 ID_TYPE = pa.dictionary(pa.int32(), pa.string())
@@ -57,7 +57,7 @@ class Source(abc.ABC):
     @property
     def wanted(self) -> tuple[str, ...]:
         """The columns to read."""
-        names = dict.fromkeys([self.spec.label, *self.spec.fields, self.spec.split.column])
+        names = dict.fromkeys([self.spec.label, *self.spec.raw_columns, self.spec.split.column])
         return tuple(n for n in names if n and (self.labelled or n != self.spec.label))
 
     @property
@@ -123,10 +123,13 @@ class Source(abc.ABC):
                     columns[name] = self._labels(column, place)
                 elif name in spec.continuous:
                     columns[name] = self._numbers(column, name, place, replaced)
-                elif name in spec.ids:
+                elif name in spec.ids and spec.column_of(name) == name:
                     columns[name] = self._ids(column, name, place)
                 if name == spec.split.column:
                     columns[TIME] = self._times(column, name, place)
+                for field in TIME_FIELDS:
+                    if name == getattr(spec, field):
+                        columns[field] = time_field(field, column, spec)
             except (pa.ArrowException, ValueError) as error:
                 raise UserError(
                     f"cannot read column {name!r} of {self.path}: {clipped(str(error))}. Change "
@@ -135,8 +138,10 @@ class Source(abc.ABC):
         return pa.RecordBatch.from_pydict(columns)
 
     def _labels(self, column: pa.Array, place: Callable[[int], str]) -> pa.Array:
-        values = self.spec.label_values
-        if values is None:
+        values, above = self.spec.label_values, self.spec.label_above
+        if above is not None:
+            labels = pc.greater(column.cast(pa.float64(), safe=False), above).cast(pa.int8())
+        elif values is None:
             labels = column.cast(pa.float64(), safe=False)
         else:
             labels = pc.index_in(column.cast(pa.string()), value_set=pa.array(values))
@@ -144,11 +149,11 @@ class Source(abc.ABC):
         if pc.all(good).as_py() is False:  # None: there is no row
             row = pc.index(good, False).as_py()
             found = column.slice(row, 1).cast(pa.string())[0].as_py()
+            wanted = " or ".join(map(repr, values or "01")) if above is None else "a number"
             raise UserError(
                 f"{self.path}, {place(row)}, column {self.spec.label!r}: the label is "
-                f"{repr(found) if found else 'missing'} instead of "
-                f"{' or '.join(map(repr, values or '01'))}. Correct the row or remove it, or set "
-                "label_values in the specification"
+                f"{repr(found) if found else 'missing'} instead of {wanted}. "
+                "Correct the row or remove it, or set label_values in the specification"
             )
         return labels.cast(pa.int8())
 
@@ -191,17 +196,8 @@ class Source(abc.ABC):
 
     def _times(self, column: pa.Array, name: str, place: Callable[[int], str]) -> pa.Array:
         """Times as float64, if they are numbers, or as timestamps in UTC."""
-        times, layout = column, self.spec.split.time_format
-        if pa.types.is_temporal(column.type):
-            times = column.cast(pa.timestamp("us"), safe=False).cast(UTC)
-        elif pa.types.is_dictionary(column.type) or is_text(column.type):
-            texts = with_nulls(column.cast(pa.string()), self.spec.null_values).dictionary_encode()
-            times = parsed_times(texts.dictionary.to_pandas(), layout).take(texts.indices)
-        elif layout:  # 01092024 as an integer may be 1 or 10 September
-            raise ValueError(f"it is {column.type}, not text in the time_format {layout!r}")
-        else:
-            times = pc.if_else(pc.is_finite(column.cast(pa.float64(), safe=False)), column, None)
-            times = times.cast(pa.float64(), safe=False)
+        layout = self.spec.split.time_format
+        times = times_of(column, self.spec)
         if times.null_count:
             row = pc.index(times.is_null(), True).as_py()
             found = column[row].as_py()
@@ -214,6 +210,30 @@ class Source(abc.ABC):
                 f"{'is missing. Correct' if found in ('', None) else what} the row"
             )
         return times
+
+
+def times_of(column: pa.Array, spec: DatasetSpec) -> pa.Array:
+    """Times as float64, if they are numbers, or as timestamps in UTC; null where it is none."""
+    layout = spec.split.time_format
+    if pa.types.is_temporal(column.type):
+        return column.cast(pa.timestamp("us"), safe=False).cast(UTC)
+    if pa.types.is_dictionary(column.type) or is_text(column.type):
+        texts = with_nulls(column.cast(pa.string()), spec.null_values).dictionary_encode()
+        return parsed_times(texts.dictionary.to_pandas(), layout).take(texts.indices)
+    if layout:  # 01092024 as an integer may be 1 or 10 September
+        raise ValueError(f"it is {column.type}, not text in the time_format {layout!r}")
+    numbers = column.cast(pa.float64(), safe=False)
+    return pc.if_else(pc.is_finite(numbers), numbers, None)
+
+
+def time_field(field: str, column: pa.Array, spec: DatasetSpec) -> pa.Array:
+    """The ids of the field ``hour`` or ``weekday`` of n times, null for what is no time."""
+    times = times_of(column, spec)
+    if pa.types.is_floating(times.type):
+        micros = pc.floor(pc.multiply(times, 1e6))
+        times = micros.cast(pa.int64(), safe=False).cast(UTC)
+    parts = pc.hour(times) if field == "hour" else pc.day_of_week(times)
+    return parts.cast(pa.string()).dictionary_encode()
 
 
 def is_text(kind: pa.DataType) -> bool:
