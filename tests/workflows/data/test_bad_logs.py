@@ -399,7 +399,6 @@ def test_every_command_looks_at_the_folder_first(data, tmp_path, monkeypatch):
     monkeypatch.setattr(Run, "open", lambda path, **_: Run(tmp_path, {"config": {"ranges": None}}))
     out, grid = ["--out", tmp_path / "out"], tmp_path / "grid.toml"
     for argv in (
-        ["frequencies", data, "--top-k", 2, *out],
         ["train", data, *out],
         ["tune", data, "--batch-size", 64, *out],
         ["sweep", data, grid, *out],

@@ -23,7 +23,7 @@ from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
-    from merlin.schema import Schema
+    from merlin.schema import Schema, Tags
     from nvtabular.ops import Categorify, Operator
 
 
@@ -178,6 +178,11 @@ class ScaleNumbers(Operator):
     def output_dtype(self) -> Any:
         """float32."""
         return np.dtype("float32")
+
+    @property
+    def output_tags(self) -> list[Tags]:
+        """Numbers."""
+        return [Tags.CONTINUOUS]
 
 
 class TimeFields(Operator):
