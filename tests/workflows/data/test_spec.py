@@ -114,7 +114,6 @@ def test_toml_of_a_split(tmp_path):
         ("test = 0.25", "valid = -0.1", r"split.valid must be a share .* Received: -0.1"),
         ("test = 0.25", 'valid = "a.csv"', r"split.valid must .*, or files. Received: 'a.csv'"),
         ("test = 0.25", "valid = []", r"split.valid must .*, or files. Received: \[\]"),
-        ("test = 0.25", 'time_format = "%d"', r"time_format .* split.kind 'time' only. .*'%d'"),
         ('"sequential"', '"time"\ncolumn = "t"\ntime_format = 5', r"time_format .* Received: 5"),
         ("[split]", 'null_values = "x"\n[split]', r"null_values must be a list of texts"),
         ("[split]", 'label_values = ["1"]\n[split]', r"label_values must be two different texts"),

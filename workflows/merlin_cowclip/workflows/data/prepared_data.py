@@ -112,8 +112,8 @@ class PreparedData:
     @functools.cached_property
     def domains(self) -> list[tuple[str, ...]]:
         """The fields of ids by int domain: those of one domain share an embedding table."""
-        if self.record.get("ranges") is not None:  # prepared here, where each has its own
-            return [(name,) for name in self.spec.ids]
+        if self.record.get("ranges") is not None:  # prepared here
+            return [*self.spec.vocabularies.values()]
         return domains_of({name: self.schema[name] for name in self.spec.ids}, self.cardinalities)
 
     @property

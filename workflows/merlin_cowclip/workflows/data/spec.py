@@ -205,6 +205,8 @@ class DatasetSpec:
         for key, least, most in (("hash_only", 1, MAX_BUCKETS), ("quantiles", 2, None)):
             for name, number in getattr(self, key).items():
                 check_whole(f"{key} of {name!r}", number, least, most)
+        if self.label_above is not None and self.label_values is not None:
+            raise UserError("label_above and label_values exclude each other. Leave one out")
         if both := [name for name in self.standardize if name in self.quantiles]:
             raise UserError(f"{quoted(both)} must be in standardize or quantiles, not in both")
         for group in self.shared:
@@ -318,7 +320,7 @@ _RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     (("hash_only", "quantiles"), "a table of numbers by field", lambda v: isinstance(v, Mapping)),
     (
         ("label_above",),
-        "a number, without label_values",
+        "a number",
         lambda v: v is None or (isinstance(v, (int, float)) and not isinstance(v, bool)),
     ),
     (TIME_FIELDS, "the name of a column", lambda v: v is None or (isinstance(v, str) and v != "")),

@@ -119,7 +119,8 @@ def vocabulary_file(folder: Path, name: str) -> Path:
 def read_texts(path: Path) -> Iterator[pa.Array]:
     """The texts of a vocabulary's file, in the order of their ids."""
     with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(BATCH_ROWS, columns=[path.stem.split(".", 1)[1]]):
+        columns = [path.stem.split(".", 1)[1]]
+        for batch in file.iter_batches(BATCH_ROWS, columns=columns) if file.num_row_groups else ():
             yield batch.column(0).cast(pa.string())
 
 

@@ -249,7 +249,7 @@ def _quantiles(database: duckdb.DuckDBPyConnection, values: Path, rows: int, n: 
         values,
         ordered,
     )
-    targets = np.maximum(np.ceil(np.arange(n + 1) * (rows / n)), 1)
+    targets = np.maximum(-(-np.arange(n + 1) * rows // n), 1)
     quantiles, before = np.zeros(n + 1), 0
     for batch in _batches(ordered):
         upto = before + np.cumsum(batch["rows"].to_numpy())

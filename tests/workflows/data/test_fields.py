@@ -1,0 +1,181 @@
+"""Fields of every kind, by pandas and NumPy: in the parts, in the saved workflow, as raw rows."""
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from merlin_cowclip.workflows.data.encoder import Encoder
+from merlin_cowclip.workflows.data.prepare.fit import Encoding
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
+from merlin_cowclip.workflows.errors import UserError
+
+ROWS, TRAIN = 4_000, 3_000
+
+
+def make_log(seed=0) -> pd.DataFrame:
+    random = np.random.default_rng(seed)
+    stamps = pd.Timestamp("2024-03-01") + pd.to_timedelta(random.integers(0, 10**6, ROWS), "s")
+    return pd.DataFrame(
+        {
+            "rating": random.integers(1, 6, ROWS),
+            "seller": [f"p{i}" for i in random.zipf(1.5, ROWS) % 200],
+            "buyer": [f"p{i}" for i in random.zipf(1.3, ROWS) % 300],
+            "device": [None if i % 9 == 0 else f"d{i}" for i in random.integers(0, 999, ROWS)],
+            "price": np.where(random.random(ROWS) < 0.1, np.nan, random.lognormal(3, 2, ROWS)),
+            "age": random.normal(40, 9, ROWS),
+            "income": random.lognormal(10, 3, ROWS).round(1),
+            "when": stamps.strftime("%d/%m/%Y %H:%M:%S"),
+        }
+    )
+
+
+SPEC = DatasetSpec(
+    "toy",
+    "rating",
+    ("seller", "buyer", "device"),
+    ("price", "age", "income"),
+    split=Split("sequential", 0.25, valid=0, time_format="%d/%m/%Y %H:%M:%S"),
+    shared=(("seller", "buyer"),),
+    hash_only={"device": 64},
+    log1p=("price",),
+    standardize=("age",),
+    quantiles={"income": 50},
+    label_above=3,
+    hour="when",
+    weekday="when",
+)
+
+
+@pytest.fixture(scope="module")
+def log():
+    return make_log()
+
+
+@pytest.fixture(scope="module")
+def data(log, tmp_path_factory):
+    home = tmp_path_factory.mktemp("fields")
+    log.to_csv(home / "log.csv", index=False)
+    return prepare(SPEC, [home / "log.csv"], home / "out", progress=False)
+
+
+def rows_of(data, part="test") -> pd.DataFrame:
+    files = getattr(data, f"{part}_files")
+    return pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
+
+
+def test_ids(data, log):
+    train, test, found = log[:TRAIN], log[TRAIN:].reset_index(drop=True), rows_of(data)
+    together = pd.concat([train["seller"], train["buyer"]]).value_counts()
+    ranked = sorted(together.index, key=lambda text: (-together[text], text))
+    for field in ("seller", "buyer"):
+        places = {text: 3 + i for i, text in enumerate(ranked)}
+        assert found[field].tolist() == [places.get(text, 2) for text in test[field]]
+        table = data.counts(field)
+        assert table["raw"][3:].tolist() == ranked
+        own = train[field].value_counts()
+        assert table["count"][3:].tolist() == [own.get(text, 0) for text in ranked]
+    assert ("seller", "buyer") in data.domains
+    assert data.schema["buyer"].int_domain.name == data.schema["seller"].int_domain.name == "seller"
+    hashed = pd.util.hash_array(test["device"].fillna("").to_numpy(), categorize=False) % 64 + 2
+    assert found["device"].tolist() == np.where(test["device"].isna(), 1, hashed).tolist()
+    assert data.cardinalities["device"] == 66
+    assert data.counts("device")["count"].sum() == TRAIN
+    times = pd.to_datetime(test["when"], format="%d/%m/%Y %H:%M:%S")
+    for field, expected in (("hour", times.dt.hour), ("weekday", times.dt.dayofweek)):
+        texts = data.counts(field)["raw"].to_numpy()[found[field]]
+        assert texts.tolist() == expected.astype(str).tolist()
+
+
+def test_numbers_and_labels(data, log):
+    train, test, found = log[:TRAIN], log[TRAIN:], rows_of(data)
+    assert found["rating"].tolist() == (test["rating"] > 3).astype(int).tolist()
+    price, held = (np.log1p(of["price"].fillna(0)) for of in (test, train))
+    unit = ((price - held.min()) / (held.max() - held.min())).clip(0, 1)
+    np.testing.assert_allclose(found["price"], unit, atol=1e-6)
+    standard = (test["age"] - train["age"].mean()) / train["age"].std(ddof=0)
+    np.testing.assert_allclose(found["age"], standard, atol=1e-5)
+    ranks = [max(TRAIN * k // 50, 1) - 1 for k in range(51)]
+    quantiles = np.sort(train["income"])[ranks]
+    assert data.record["ranges"]["income"] == quantiles.tolist()
+    expected = np.interp(test["income"], quantiles, np.arange(51) / 50)
+    np.testing.assert_allclose(found["income"], expected, atol=1e-6)
+
+
+def test_raw_rows_are_encoded_alike(data, log, tmp_path):
+    """By the saved workflow, by the encoder, and as a later log with this vocabulary."""
+    test, found = log[TRAIN:].reset_index(drop=True), rows_of(data)
+    served = data.workflow().remove_inputs(["rating"]).transform(test)
+    encoder = Encoder.open(data.path, SPEC, data.record["ranges"])
+    for field in SPEC.fields:
+        assert served[field].tolist() == found[field].tolist(), field
+    for field in ("seller", "device"):
+        texts = pa.array(test[field], pa.string(), from_pandas=True)
+        assert encoder.encode(field, texts).to_pylist() == found[field].tolist()
+    test.to_csv(tmp_path / "next.csv", index=False)
+    spec = DatasetSpec.from_dict({**SPEC.to_dict(), "split": {"kind": "sequential", "valid": 0}})
+    assert DatasetSpec.from_dict(SPEC.to_dict()) == SPEC
+    spec = DatasetSpec.from_dict(
+        {**SPEC.to_dict(), "split": {"test": 0, "valid": 0, "time_format": SPEC.split.time_format}}
+    )
+    like = Encoding(SPEC, data.record["ranges"], data.path)
+    again = prepare(spec, [tmp_path / "next.csv"], tmp_path / "out", like=like, progress=False)
+    key = ["age", "income"]
+    pd.testing.assert_frame_equal(
+        rows_of(again, "train").sort_values(key, ignore_index=True),
+        found.sort_values(key, ignore_index=True),
+    )
+
+
+def test_a_vocabulary_grows(data, log, tmp_path):
+    """Old ids stay, new ones follow by their count; unknown ones stay where they must."""
+    later = make_log(1).assign(seller=lambda of: of["seller"].replace({"p1": "new", "p2": "newer"}))
+    later.to_csv(tmp_path / "next.csv", index=False)
+    like = Encoding(SPEC, data.record["ranges"], data.path)
+    grown = prepare(
+        SPEC, [tmp_path / "next.csv"], tmp_path / "out", like=like, grow=True, progress=False
+    )
+    old, new = data.counts("seller"), grown.counts("seller")
+    assert new["raw"][: len(old)].tolist() == old["raw"].tolist()
+    train = later[:TRAIN]
+    both = pd.concat([train["seller"], train["buyer"]]).value_counts()
+    added = both[~both.index.isin(old["raw"])]
+    ranked = sorted(added.index, key=lambda text: (-added[text], text))
+    assert new["raw"][len(old) :].tolist() == ranked
+    assert "new" in ranked
+    own = train["seller"].value_counts()
+    assert new["count"][3:].tolist() == [own.get(text, 0) for text in new["raw"][3:]]
+    assert grown.cardinalities["seller"] == grown.cardinalities["buyer"] == len(new)
+    assert grown.cardinalities["device"] == 66
+    assert grown.record["ranges"] == data.record["ranges"]
+    texts = new["raw"].to_numpy()[rows_of(grown)["seller"]]
+    known = pd.notna(texts)
+    assert (texts[known] == later["seller"][TRAIN:].to_numpy()[known]).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shared": [["seller", "price"]]}, "shared must name fields of ids.*'price'"),
+        ({"shared": [["seller", "buyer"], ["buyer", "device"]]}, "each once.*'buyer'"),
+        ({"shared": [["seller", "device"]]}, "'seller', 'device' share a vocabulary"),
+        ({"log1p": ["seller"]}, "log1p must name fields of numbers.*'seller'"),
+        ({"quantiles": {"age": 4}}, "'age' must be in standardize or quantiles"),
+        ({"quantiles": {"income": 1}}, "quantiles of 'income' must .* Received: 1"),
+        ({"hash_only": {"device": 0}}, "hash_only of 'device' must .* Received: 0"),
+        ({"hour": 5}, "hour must be the name of a column. Received: 5"),
+        ({"label_above": "3"}, "label_above must be a number. Received: '3'"),
+        ({"label_values": ["n", "y"]}, "label_above and label_values"),
+    ],
+)
+def test_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        DatasetSpec.from_dict({**SPEC.to_dict(), **changes})
+
+
+def test_negative_numbers_have_no_logarithm(tmp_path, log):
+    log.assign(price=log["price"] - 5).to_csv(tmp_path / "log.csv", index=False)
+    with pytest.raises(UserError, match="log1p needs numbers from 0 on. Column 'price' has -4"):
+        prepare(SPEC, [tmp_path / "log.csv"], tmp_path / "out", progress=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["log.csv"]
