@@ -383,7 +383,7 @@ def test_its_own_data_split_anew(tmp_path):
 def test_data_that_means_something_else(toy_run, tmp_path, change, spec, words):
     change(pd.read_csv(toy_log(tmp_path / "l.csv"))).to_csv(tmp_path / "l.csv", index=False)
     data = prepare(replace(TOY, **spec), [tmp_path / "l.csv"], tmp_path / "d", progress=False)
-    words = f"the data must have the … ids of the run … {words} … prepare LOG --like"
+    words = f"the data must have the … ids of the run … {words} … prepare LOG --vocabulary-from"
     check(["evaluate", toy_run, data.path], words, tmp_path)
 
 

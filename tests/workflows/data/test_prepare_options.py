@@ -472,17 +472,17 @@ def test_rows_like_those_of_a_folder_are_split_anew(cut, tmp_path):
     """Kind, column and shares are the folder's; its files are not those of the new rows."""
     old = cut("toy.toml a.csv --valid v1.csv --test t.csv --split time --time-column hour")
     assert old.spec.split == Split("time", (f"{tmp_path}/t.csv",), "hour", (f"{tmp_path}/v1.csv",))
-    new = cut(f"--like {old.path} v2.csv", "new")
+    new = cut(f"--vocabulary-from {old.path} v2.csv", "new")
     assert new.spec.split == Split("time", 0.1, "hour", 0.1)
     assert new.cardinalities == old.cardinalities
-    whole = cut(f"--like {old.path} v2.csv --test 0 --valid 0", "whole")
+    whole = cut(f"--vocabulary-from {old.path} v2.csv --test 0 --valid 0", "whole")
     assert whole.rows == {"train": 400, "valid": 0, "test": 0}
     assert (whole.valid_files, whole.test_files, [*whole.record["boundaries"]]) == (
         [],
         [],
         ["train"],
     )
-    again = cut(f"--like {whole.path} v2.csv --test v1.csv --split random", "again")
+    again = cut(f"--vocabulary-from {whole.path} v2.csv --test v1.csv --split random", "again")
     assert again.spec.split == Split("random", (f"{tmp_path}/v1.csv",), valid=0)
     assert again.rows == {"train": 400, "valid": 0, "test": 600}
 

@@ -39,22 +39,24 @@ _of_spec = functools.partial(option, group="Override the data set's specificatio
 @argument("input", nargs=-1, required=False, metavar="LOG...")
 @option("--out", required=True, type=PATH, metavar="DATA", help="prepared folder to write")
 @option("--seed", type=int, default=0, metavar="N", help="random seed of split and shuffle")
-@option(
-    "--workers", type=int, default=0, metavar="N", help="Dask processes, one per GPU; 0: threads"
-)
+@option("--memory", metavar="BYTES", help="of sorting and shuffling: 8GB", shown="half of all")
+@option("--scratch", type=PATH, help="folder for temporary files", shown="in DATA")
 @option(
     "--engine",
-    metavar="arrow|nvtabular",
-    help="library that counts and encodes ids",
-    shown="arrow; nvtabular with --device gpu",
+    metavar="duckdb|nvtabular",
+    help="library that counts ids: on this machine, or on a Dask cluster",
+    shown="duckdb; nvtabular with --device gpu",
 )
 @option("--device", default="cpu", metavar="cpu|gpu", help="device of NVTabular")
+@option("--workers", type=int, default=0, metavar="N", help="Dask processes of NVTabular here")
+@option("--scheduler", metavar="ADDRESS", help="Dask scheduler of a cluster that runs")
 @option(
-    "--like",
+    "--vocabulary-from",
     type=PATH,
     metavar="RUN|DATA",
     help="encode with the vocabulary and ranges of a run or prepared folder; name no data set",
 )
+@option("--grow", is_flag=True, help="give new ids embeddings behind those of --vocabulary-from")
 @_of_spec("--split", metavar="random|sequential|time", help="held-out rows: random, last or latest")
 @_of_spec(
     "--valid",
@@ -87,15 +89,18 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
     from merlin_cowclip.workflows.data.prepare.pipeline import prepare
     from merlin_cowclip.workflows.data.spec import SPECS, find_spec
 
-    like, run = None, values["like"]
+    like, run = None, values["vocabulary_from"]
     if run is not None:
         if dataset in SPECS or dataset.endswith(".toml"):
-            raise UserError(f"--like takes the specification of the run. Leave {dataset} out")
+            raise UserError(
+                f"--vocabulary-from takes the specification of the run. Leave {dataset} out"
+            )
         like, input = _encoding(run, values), (dataset, *input)
     elif not input:
         raise UserError("prepare needs LOG, files or folders, after criteo, avazu or SPEC.toml")
     spec = _changed_spec(like.spec if like else find_spec(dataset), values)
-    options = {name: values[name] for name in ("seed", "workers", "device", "engine")}
+    names = "seed memory scratch engine device workers scheduler grow"
+    options = {name: values[name] for name in names.split()}
     data = prepare(spec, input, out, like=like, **options)
     _print_report(data, is_fitted=like is None)
     is_run = run is not None and (run / "config.json").exists()
@@ -151,7 +156,7 @@ def _encoding(path: Path, values: Mapping[str, Any]) -> Encoding:
 
     for name in ("freq-threshold", "hash-buckets", "non-finite"):
         if values[name.replace("-", "_")] is not None:
-            raise UserError(f"--like keeps the vocabulary of {path}. Leave --{name} out")
+            raise UserError(f"--vocabulary-from keeps the vocabulary of {path}. Leave --{name} out")
     is_data = (path / RECORD).exists()
     inputs = inputs_of(PreparedData.open(path)) if is_data else Run.open(path).config
     if inputs["ranges"] is None:

@@ -282,7 +282,7 @@ class Run:
         """
         if found := self._difference(data):
             path = shlex.quote(str(self.path))
-            remedy = f"Encode the logs by merlin-cowclip prepare LOG --like {path}"
+            remedy = f"Encode the logs by merlin-cowclip prepare LOG --vocabulary-from {path}"
             if self.is_adopted:
                 remedy = "Evaluate on raw rows, or adopt parquet that the run's workflow wrote"
             raise UserError(

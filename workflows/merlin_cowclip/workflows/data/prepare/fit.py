@@ -46,8 +46,7 @@ class Fitted(NamedTuple):
     """What encodes a field, and its report."""
 
     report: dict[str, Any]
-    vocabulary: Vocabulary | None = None
-    scale: Scale | None = None
+    encodes: Vocabulary | Scale
 
 
 def fit_ids(
@@ -205,7 +204,7 @@ def fit_numbers(
         "max": raw.high,
         "mean": _stable(raw.mean),
     }
-    return Fitted(report, scale=scale_of(scan.spec, name, fixed or ends[scale.method]))
+    return Fitted(report, scale_of(scan.spec, name, fixed or ends[scale.method]))
 
 
 class _Moments:

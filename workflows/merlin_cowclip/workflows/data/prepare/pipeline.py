@@ -24,7 +24,7 @@ import duckdb
 import numpy as np
 from dask.utils import parse_bytes
 
-from merlin_cowclip.workflows.data.encoder import Encoder
+from merlin_cowclip.workflows.data.encoder import Encoder, Scale
 from merlin_cowclip.workflows.data.prepare.columns import Piece, Scan, write_pieces
 from merlin_cowclip.workflows.data.prepare.fit import Encoding, Fitted, fit_ids, fit_numbers
 from merlin_cowclip.workflows.data.prepare.shuffle import PART_ROWS, write_parts
@@ -35,6 +35,7 @@ from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_twice
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
 from merlin_cowclip.workflows.data.spec import DatasetSpec, check_input_names
+from merlin_cowclip.workflows.data.vocabulary import Vocabulary
 from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
@@ -103,11 +104,13 @@ def prepare(
     if engine not in ("duckdb", "nvtabular"):
         raise UserError(f"engine must be 'duckdb' or 'nvtabular'. Received: {engine!r}")
     if engine == "duckdb" and (device == "gpu" or workers or scheduler):
-        raise UserError("device 'gpu', workers and scheduler need engine 'nvtabular'")
+        raise UserError(
+            "device 'gpu', workers and scheduler need engine 'nvtabular'. Leave the engine out"
+        )
     if engine != "duckdb" and like is not None:
-        raise UserError("like needs engine 'duckdb'. Leave the engine out")
+        raise UserError("an earlier vocabulary needs engine 'duckdb'. Leave the engine out")
     if grow and like is None:
-        raise UserError("grow needs the vocabulary to grow: like")
+        raise UserError("grow needs a vocabulary (--vocabulary-from). Name one")
     limit = memory_limit(memory)
     if importlib.util.find_spec("nvtabular") is None:  # which is imported once all rows are read
         raise ModuleNotFoundError("No module named 'nvtabular'", name="nvtabular")
@@ -156,8 +159,8 @@ def prepare(
 def memory_limit(memory: int | str | None) -> int:
     """Bytes; by default half of what the machine or container has."""
     if memory is None:
-        total = duckdb.execute("select current_setting('memory_limit')").fetchone()
-        return parse_bytes(total[0]) * 5 // 8  # DuckDB's own is 80 %
+        (total,) = duckdb.execute("select current_setting('memory_limit')").fetchone() or ("0",)
+        return parse_bytes(total) * 5 // 8  # DuckDB's own is 80 %
     try:
         limit = parse_bytes(memory)
     except (ValueError, TypeError, AttributeError):
@@ -183,7 +186,7 @@ def _prepare_here(
     from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
 
     threads = max(1, min(len(os.sched_getaffinity(0)), memory // THREAD_BYTES))
-    options = {
+    options: dict[str, Any] = {
         "memory_limit": f"{memory}B",
         "temp_directory": str(scratch / "duckdb"),
         "threads": threads,
@@ -208,9 +211,10 @@ def _prepare_here(
             for found in executor.map(fit, [*spec.vocabularies.values(), *numbers]):
                 fitted |= found
                 bar.update(len(found))
-        vocabularies = {name: fitted[name].vocabulary for name in spec.ids}
-        scales = {name: fitted[name].scale for name in spec.continuous}
         fields = {name: fitted[name].report for name in spec.fields}
+        encodes = {name: fitted[name].encodes for name in spec.fields}
+        vocabularies = {name: of for name, of in encodes.items() if isinstance(of, Vocabulary)}
+        scales = {name: of for name, of in encodes.items() if isinstance(of, Scale)}
         write_parts(
             scan,
             Encoder(spec, vocabularies, scales),

@@ -153,7 +153,7 @@ def _time_cut(
     database: duckdb.DuckDBPyConnection, file: Path, share: float, before: Any, column: str | None
 ) -> Any:
     """The time from which on the rows before ``before`` come as near to the share as possible."""
-    total, distinct, cut = database.execute(
+    found = database.execute(
         """
         with counts as (
             select time, sum(rows) as rows from read_parquet($file)
@@ -167,6 +167,7 @@ def _time_cut(
         """,
         {"file": str(file), "share": share, "before": before},
     ).fetchone()
+    total, distinct, cut = found or (0, 0, None)
     if distinct < 2:
         raise UserError(
             f"all {total:,} rows to divide have the same time, column {column!r}. Choose another "
