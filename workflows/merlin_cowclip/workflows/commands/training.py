@@ -54,11 +54,11 @@ _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "log_to", "json", "qu
 
 @click.command(
     cls=Command,
-    usage=("DATA --out RUN", "--resume RUN [DATA]"),
+    usage=("DATA... --out RUN", "--resume RUN [DATA...]"),
     example="train data --out run --batch-size 8K --epochs 5",
     on_ranks=True,
 )
-@argument("data", type=PATH, required=False)
+@argument("data", type=PATH, nargs=-1)
 @path("--out", "RUN", "run folder to write")
 @path(
     "--resume",
@@ -122,13 +122,13 @@ def _begin(values: Mapping[str, Any]) -> Run:
 
     with raise_on_any_rank():
         for name, what in (("data", "DATA, a prepared folder"), ("out", "--out RUN")):
-            if values[name] is None:
+            if not values[name]:
                 raise UserError(f"train needs {what}; or, to resume a run, --resume RUN")
         refuse_existing(values["out"])
         listeners = list(map(log_to, dict.fromkeys(values["log_to"])))
         if values["keep_optimizer"] and values["warm_start"] is None:
             raise UserError("--keep-optimizer needs --warm-start RUN")
-        data = PreparedData.open(values["data"])
+        data = PreparedData.open_all(values["data"])
         config, source = train_config(values, data)
         checkpointing = CheckpointConfig(
             **given(values, (field.name for field in fields_of(CheckpointConfig)))
@@ -161,7 +161,7 @@ def _resume(values: Mapping[str, Any]) -> Run:
     """Train a run further."""
     from merlin_cowclip.workflows.training.runs import read_config
 
-    others = [n for n, v in values.items() if n not in _WITH_RESUME and v not in (None, False)]
+    others = [n for n, v in values.items() if n not in _WITH_RESUME and v not in (None, False, ())]
     with raise_on_any_rank():
         if others:
             options = ", ".join(f"--{name}" for name in others).replace("_", "-")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,6 +73,69 @@ class PreparedData:
         for states in record.get("files", {}).values():
             check_unchanged(states)
         return cls(path, DatasetSpec.from_dict(record["spec"]), record)
+
+    @classmethod
+    def open_all(cls, paths: Sequence[str | Path]) -> PreparedData:
+        """Open one folder, or several of one vocabulary, such as days, as one.
+
+        Its training rows are those of all; vocabulary, validation and test part are those of the
+        last, whose vocabulary may have grown. A UserError if their columns, numbers or ids mean
+        something else.
+        """
+        folders = [cls.open(path) for path in paths]
+        last = folders[-1]
+        if len(folders) == 1:
+            return last
+        for other in folders:
+            if found := last.differs_from(other):
+                raise UserError(
+                    f"{other.path} and {last.path} differ in {found}. Prepare later logs with "
+                    f"--vocabulary-from {other.path}, and name the folders in their order"
+                )
+        files = {part: last.file_states(part) for part in PARTS}
+        files["train"] = [state for folder in folders for state in folder.file_states("train")]
+        reports = {
+            key: {**last.report[key], "train": sum(of.report[key]["train"] for of in folders)}
+            for key in ("rows", "positives")
+        }
+        paths = [str(folder.path.resolve()) for folder in folders]
+        changed = {"files": files, "rows": reports["rows"], "folders": paths}
+        return cls(
+            last.path, last.spec, {**last.record, "report": {**last.report, **reports}, **changed}
+        )
+
+    def differs_from(self, earlier: PreparedData) -> str | None:
+        """The first thing in which rows of an earlier folder mean something else, or None."""
+        for key in ("label", "fields", "null_values", "label_values", "label_above"):
+            if getattr(self.spec, key) != getattr(earlier.spec, key):
+                return key
+        if self.record.get("ranges") != earlier.record.get("ranges"):
+            return "the ranges of numbers"
+        for name in self.spec.ids:
+            if self.spec.buckets_of(name) != earlier.spec.buckets_of(name):
+                return f"hash_buckets of {name!r}"
+            mine, other = (
+                pq.read_table(of.path / "counts" / f"{name}.parquet", columns=["raw"])
+                for of in (self, earlier)
+            )
+            if not mine.slice(0, len(other)).equals(other):
+                return f"the ids of {name!r}"
+        return None
+
+    def file_states(self, part: str) -> list[dict[str, Any]]:
+        """Fingerprints of a part's files, in order, as of `file_state`."""
+        if "files" in self.record:
+            return list(self.record["files"][part])
+        names = [path.relative_to(self.path).as_posix() for path in self._files(part)]
+        return [
+            {"path": str((self.path / name).resolve()), **self.record["manifest"][name]}
+            for name in names
+        ]
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders that it was opened from."""
+        return list(self.record.get("folders", [str(self.path.resolve())]))
 
     def footers(self, part: str) -> dict[Path, pq.FileMetaData]:
         """The footers of a part's files, in order."""

@@ -129,7 +129,7 @@ def _train(run: Path, config: TrainConfig, data: PreparedData) -> None:
 
     try:
         if (run / CONFIG).exists():
-            resume(run, data=data.path, progress=False)
+            resume(run, data=data.folders, progress=False)
         else:
             train(data, config, run, checkpointing=CheckpointConfig(keep=1), progress=False)
     except NotFiniteError as error:

@@ -23,6 +23,8 @@ with quiet_imports():
     from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
 
     from merlin_cowclip.models import MODELS
+    from merlin_cowclip.models.ctr_block import embeddings_of
+    from merlin_cowclip.models.row_ranges import RowRanges
 
 
 def set_seeds(seed: int, *, deterministic: bool) -> None:
@@ -109,9 +111,20 @@ def warm_start_from(
         optimizer.create_slots(model.trainable_variables)
         run.checkpoint().read(state_of(model, optimizer))
         return
-    found = weights_of(run.model())  # deferred: with the updates that its rows had missed
+    trained = run.model()  # deferred: with the updates that its rows had missed
+    found, tables = weights_of(trained), embeddings_of(trained)
+    layers = {layer.table.ref(): layer for layer in embeddings_of(model).values()}
     for name, variable in weights_of(model).items():
-        variable.assign(found[name])
+        if variable.shape == found[name].shape:
+            variable.assign(found[name])
+            continue
+        mine = layers[variable.ref()]  # new ids follow those of their field
+        other, values = tables[mine.name], variable.numpy()
+        rows, old = RowRanges.of(mine.schema), RowRanges.of(other.schema)
+        for field, size in other.cardinalities.items():
+            first, start = rows.first_row(field), old.first_row(field)
+            values[first : first + size] = other.table[start : start + size].numpy()
+        variable.assign(values)
 
 
 def dummy_batch(record: Mapping[str, Any]) -> dict[str, tf.Tensor]:

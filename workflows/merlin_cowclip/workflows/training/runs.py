@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +78,7 @@ def described(
     with quiet_imports():
         from merlin_cowclip.plugins._tensorflow import tf
     return {
-        "data": str(data.path.resolve()),
+        "data": data.folders,
         "dataset": data.spec.name,
         "rows": data.rows,
         "cardinalities": data.cardinalities,
@@ -149,14 +149,15 @@ def identity_of(data: PreparedData) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def open_data(path: str | Path, elsewhere: str) -> PreparedData:
+def open_data(paths: Sequence[str | Path], elsewhere: str) -> PreparedData:
     """The data of a run where they were; `elsewhere` is the command for another place."""
-    if not os.path.isdir(path):
-        raise UserError(
-            f"the data of a run must be where it was. Received: {path}, which is no folder. Name "
-            f"the place where it is now: {elsewhere}"
-        )
-    return PreparedData.open(path)
+    for path in paths:
+        if not os.path.isdir(path):
+            raise UserError(
+                f"the data of a run must be where it was. Received: {path}, which is no folder. "
+                f"Name the place where it is now: {elsewhere}"
+            )
+    return PreparedData.open_all(paths)
 
 
 def how_to_resume(run: Path, *, moved: bool = False) -> str:
@@ -273,14 +274,16 @@ class Run:
             )
         return data
 
-    def check_vocabulary(self, data: PreparedData) -> None:
+    def check_vocabulary(self, data: PreparedData, *, grown: bool = False) -> None:
         """Refuse data whose columns, numbers or ids mean something else than those of this run.
+
+        With `grown`, data may have more ids, behind the run's.
 
         Raises:
           UserError: `data` has other columns or another label, its numbers were scaled by other
             ranges, it was prepared with another vocabulary, or adopted from another pipeline.
         """
-        if found := self._difference(data):
+        if found := self._difference(data, grown):
             path = shlex.quote(str(self.path))
             remedy = f"Encode the logs by merlin-cowclip prepare LOG --vocabulary-from {path}"
             if self.is_adopted:
@@ -290,9 +293,14 @@ class Run:
                 f"{data.path}, which differs from {self.path} in {found}. {remedy}"
             )
 
-    def _difference(self, data: PreparedData) -> str | None:
+    def _difference(self, data: PreparedData, grown: bool) -> str | None:
         """The first thing in which data mean something else, or `None`."""
         its = {**inputs_of(data), "cardinalities": data.cardinalities}
+        if grown and not self.is_adopted:
+            sizes = data.cardinalities
+            its["cardinalities"] = {
+                n: min(sizes.get(n, 0), of) for n, of in self.config["cardinalities"].items()
+            }
         adopted = its["ranges"] is None or self.is_adopted
         for key in ("cardinalities", *COLUMNS, "buckets", *([] if adopted else ["ranges"])):
             mine, other = self.config[key], its[key]
@@ -308,7 +316,7 @@ class Run:
             if path.name.startswith("meta.") or path.parent.suffix == ".parquet":  # a part of one
                 continue
             name = path.relative_to(self.path / "workflow")
-            if not _same(path, data.path / "workflow" / name):
+            if not _same(path, data.path / "workflow" / name, grown):
                 return f"{name}, so that ids or numbers mean something else"
         return None
 
@@ -388,10 +396,10 @@ class Run:
         return InferenceWorkflow(self.workflow(trust=trust), self.spec())
 
 
-def _same(mine: Path, other: Path) -> bool:
+def _same(mine: Path, other: Path, grown: bool) -> bool:
     """Whether two files or folders of parts have the same ids, or numbers, in the same order.
 
-    Their bytes may differ: beside the ids are counts.
+    Their bytes may differ: beside the ids are counts. With `grown`, others may follow.
     """
     import pyarrow.parquet as pq
 
@@ -401,4 +409,4 @@ def _same(mine: Path, other: Path) -> bool:
         return True
     tables = (pq.read_table(path) for path in (mine, other))
     a, b = (t.select([n for n in t.schema.names if not n.endswith("_size")]) for t in tables)
-    return bool(a.equals(b))
+    return bool(a.equals(b.slice(0, len(a)) if grown else b))

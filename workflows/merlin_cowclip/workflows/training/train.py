@@ -175,7 +175,9 @@ def check_warm_start(
 ) -> None:
     """Refuse a run whose weights do not fit."""
     other = Run.open(run)
-    other.check_vocabulary(data)
+    other.check_vocabulary(data, grown=True)
+    if keep_optimizer and data.cardinalities != other.config["cardinalities"]:
+        raise UserError("--keep-optimizer needs the ids of the run, and no more. Leave it out")
     was = other.train_config()
     if (config.model, config.network_options) != (was.model, was.network_options):
         raise UserError(f"{run} has another network. Leave its options and --config out")
@@ -194,7 +196,7 @@ def resume(
     run: str | Path,
     *,
     epochs: int | None = None,
-    data: str | Path | None = None,
+    data: Sequence[str | Path] | None = None,
     max_minutes: float | None = None,
     listeners: Sequence[Listener] = (),
     progress: bool = True,
@@ -204,7 +206,7 @@ def resume(
     Args:
       run: its folder.
       epochs: more than the run was to have; a finished run then continues.
-      data: where the data is now, if it was moved.
+      data: where its folders are now, if they were moved.
       max_minutes: after how long to stop again.
       listeners: as of `train`; those of the stopped run are not kept.
       progress: whether to show bars and a line per epoch.
@@ -245,7 +247,7 @@ def resume(
 
 
 def _reopened(
-    before: Mapping[str, Any], run: Path, moved: str | Path | None, epochs: int | None
+    before: Mapping[str, Any], run: Path, moved: Sequence[str | Path] | None, epochs: int | None
 ) -> tuple[TrainConfig, Loader, dict[str, Any]]:
     """What a run trains from now on, and its new `config.json`; `before` is its `config.json`."""
     was = config_in(before)
@@ -262,7 +264,7 @@ def _reopened(
                 f"a finished run resumes from its last checkpoint. Received: {run}, without one. "
                 "Put it back, or train another run"
             )
-    data = open_data(before["data"] if moved is None else moved, how_to_resume(run, moved=True))
+    data = open_data(moved or before["data"], how_to_resume(run, moved=True))
     drop_last = before["drop_last"] or not data.rows["train"] % config.batch_size
     if rank_info().size > 1 and not drop_last:
         raise UserError(

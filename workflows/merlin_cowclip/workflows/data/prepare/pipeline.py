@@ -183,8 +183,6 @@ def _prepare_here(
     progress: bool,
 ) -> dict[str, Any]:
     """Prepare with the threads of this process; returns what the record says of it."""
-    from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
-
     threads = max(1, min(len(os.sched_getaffinity(0)), memory // THREAD_BYTES))
     options: dict[str, Any] = {
         "memory_limit": f"{memory}B",
@@ -228,6 +226,9 @@ def _prepare_here(
             executor=executor,
             progress=progress,
         )
+    # It imports NVTabular, and so TensorFlow: not while memory is full.
+    from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
+
     ranges = {name: [*scales[name].values] for name in spec.continuous}
     save_fitted_workflow(spec, folder, ranges)
     for name in spec.continuous:

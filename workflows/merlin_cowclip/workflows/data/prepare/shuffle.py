@@ -2,15 +2,16 @@
 """Encode the rows and write the parts: an external sort by key in two passes.
 
 The first pass encodes as many rows as memory holds, sorts them by key and writes a run of each
-part. The second reads the keys of one output file in all runs, and sorts them.
+part, a batch for each output file. The second sorts the batches of an output file.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ MIN_ROWS_TO_PART = 4_000
 _KEY = "\0key"
 Reports = dict[str, dict[str, Any]]  # of fields
 MEMORY_SHARE = 6  # a run takes this share of the memory: it is copied, and its columns are read
+WRITE_SHARE = 4  # a file takes this share: it is copied, and ids become int64
 
 
 class PartJob(NamedTuple):
@@ -85,50 +87,62 @@ def write_parts(
     progress: bool,
 ) -> None:
     """Write the files of all parts, and add what is known of held-out rows to the reports."""
-    spec = scan.spec
+    row_bytes = _row_bytes(scan, reports)
+    files = {part: part_jobs(part, rows[part], part_rows) for part in PARTS}
+    cuts = {}
+    for part in PARTS:
+        ranks = [job.start for job in files[part][1:]]
+        keys = functools.partial(_keys, scan, part, seed)
+        cuts[part] = key_cuts(keys, ranks) if ranks else np.zeros(0, np.uint64)
     runs: dict[str, list[Path]] = {part: [] for part in PARTS}
     with progress_bar("encoding", scan.rows, show=progress) as bar:
-        for number, pieces in enumerate(
-            scan.runs(memory // (MEMORY_SHARE * _row_bytes(scan, reports)))
-        ):
-            names = [spec.label, *spec.fields]
+        for number, pieces in enumerate(scan.runs(memory // (MEMORY_SHARE * row_bytes))):
+            names = [scan.spec.label, *scan.spec.fields]
             encode = functools.partial(
                 _encode, scan=scan, pieces=pieces, encoder=encoder, reports=reports
             )
             columns = dict(zip(names, executor.map(encode, names), strict=True))
-            start, stop = pieces[0].start, pieces[-1].stop
-            part_of = scan.part_of[start:stop]
-            for place, part in enumerate(PARTS):
-                mine = np.flatnonzero(part_of == place)
-                if not len(mine):
-                    continue
-                if part == "train":
-                    keys = keys_of(start, stop, seed)[mine]
-                    order = np.argsort(keys, kind="stable")
-                    keys, mine = keys[order], mine[order]
-                else:  # in the order of the log
-                    keys = (mine + start).astype(np.uint64) * np.uint64(2**64 // scan.rows)
-                chosen = pa.array(mine)
+            for part in PARTS:
+                mine, keys = _rows_of(scan, part, pieces[0].start, pieces[-1].stop, seed)
+                order = np.argsort(keys, kind="stable")
+                chosen = pa.array(mine[order])
                 batch = pa.record_batch(
-                    [pa.array(keys), *(column.take(chosen) for column in columns.values())],
+                    [pa.array(keys[order]), *(column.take(chosen) for column in columns.values())],
                     [_KEY, *columns],
                 )
+                ends = [0, *np.searchsorted(keys[order], cuts[part]), len(mine)]
                 runs[part].append(scratch / f"{number:06d}-{part}.run")
                 with pa.ipc.new_file(str(runs[part][-1]), batch.schema) as file:
-                    file.write(batch)
-            bar.update(stop - start)
-    jobs = []
+                    for start, stop in itertools.pairwise(ends):
+                        file.write(batch.slice(start, stop - start))
+            bar.update(pieces[-1].stop - pieces[0].start)
+    jobs = [(job, i, runs[part]) for part in PARTS for i, job in enumerate(files[part])]
     for part in PARTS:
         (folder / part).mkdir()
-        files = part_jobs(part, rows[part], part_rows)
-        ranks = [job.start for job in files[1:]]
-        paths = runs[part]
-        cuts = key_cuts(functools.partial(_keys, paths), ranks).tolist() if ranks else []
-        jobs += [*zip(files, itertools.repeat(paths), [0, *cuts], [*cuts, None], strict=False)]
-    write = functools.partial(_write_file, spec=spec, folder=folder)
-    with progress_bar("writing", scan.rows, show=progress) as bar:
-        for written in executor.map(write, *zip(*jobs, strict=True)):
+    write = functools.partial(_write_file, spec=scan.spec, folder=folder)
+    threads = max(1, memory // (WRITE_SHARE * row_bytes * part_rows))
+    with (
+        progress_bar("writing", scan.rows, show=progress) as bar,
+        ThreadPoolExecutor(min(threads, len(os.sched_getaffinity(0)))) as pool,
+    ):
+        for written in pool.map(write, *zip(*jobs, strict=True)):
             bar.update(written)
+
+
+def _rows_of(
+    scan: Scan, part: str, start: int, stop: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of a part from ``start`` to ``stop``, from 0 on, and their keys."""
+    mine = np.flatnonzero(scan.part_of[start:stop] == PARTS.index(part))
+    if part == "train":
+        return mine, keys_of(start, stop, seed)[mine]
+    return mine, (mine + start).astype(np.uint64) * np.uint64(2**64 // scan.rows)  # their order
+
+
+def _keys(scan: Scan, part: str, seed: int) -> Iterator[np.ndarray]:
+    """The keys of all rows of a part."""
+    for piece in scan.pieces:
+        yield _rows_of(scan, part, piece.start, piece.stop, seed)[1]
 
 
 def _row_bytes(scan: Scan, reports: Reports) -> int:
@@ -175,31 +189,16 @@ def _counted(values: np.ndarray, encoder: Encoder, name: str) -> dict[str, int]:
     return {"occurrences": len(values)} | {key: int(of.sum()) for key, of in flags.items()}
 
 
-def _keys(runs: Sequence[Path]) -> Iterator[np.ndarray]:
-    """The keys of runs."""
-    for path in runs:
-        yield _run(path)[0]
-
-
-def _run(path: Path) -> tuple[np.ndarray, pa.RecordBatch]:
-    """A run's keys and rows, memory-mapped."""
-    batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
-    return batch.column(0).to_numpy(), batch
-
-
 def _write_file(
-    job: PartJob, runs: Sequence[Path], low: int, high: int | None, spec: DatasetSpec, folder: Path
+    job: PartJob, number: int, runs: Sequence[Path], spec: DatasetSpec, folder: Path
 ) -> int:
-    """Write the rows of the keys from ``low`` to below ``high``; returns how many."""
-    found = []
+    """Write file ``number`` of a part, whose rows are that batch of each run; returns its rows."""
+    batches = []
     for path in runs:
-        keys, batch = _run(path)
-        start = np.searchsorted(keys, np.uint64(low))
-        stop = len(keys) if high is None else np.searchsorted(keys, np.uint64(high))
-        found.append(batch.slice(start, stop - start))
-    table = pa.Table.from_batches(found)
+        with pa.OSFile(str(path)) as file:  # reads one batch; a mapped file would stay in memory
+            batches.append(pa.ipc.open_file(file).get_batch(number))
+    table = pa.Table.from_batches(batches)
     order = np.argsort(table[_KEY].to_numpy(), kind="stable")
     table = table.select(range(1, table.num_columns)).take(pa.array(order))
-    table = table.cast(part_schema(spec))
-    pq.write_table(table, folder / job.name, row_group_size=job.group)
+    pq.write_table(table.cast(part_schema(spec)), folder / job.name, row_group_size=job.group)
     return len(table)
