@@ -258,8 +258,8 @@ def _changed_spec(spec: DatasetSpec, values: Mapping[str, Any]) -> DatasetSpec:
 
     kind, changed = values["split"] or spec.split.kind, dataclasses.asdict(spec.split)
     if kind != "time":
-        changed |= {"column": None, "time_format": None}
-    if values["like"] is not None:  # its files are not those of the new rows
+        changed |= {"column": None}
+    if values["vocabulary_from"] is not None:  # its files are not those of the new rows
         changed = {name: of for name, of in changed.items() if not isinstance(of, tuple)}
     changed |= given({"column": values["time_column"], "time_format": values["time_format"]})
     changed |= {name: _share_or_files(values[name]) for name in HELD_OUT if values[name]}
