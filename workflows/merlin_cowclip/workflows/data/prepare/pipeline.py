@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import duckdb
 import numpy as np
+import pyarrow as pa
 from dask.utils import parse_bytes
 
 from merlin_cowclip.workflows.data.encoder import Encoder, Scale
@@ -227,6 +228,7 @@ def _prepare_here(
             progress=progress,
         )
     # It imports NVTabular, and so TensorFlow: not while memory is full.
+    pa.default_memory_pool().release_unused()
     from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
 
     ranges = {name: [*scales[name].values] for name in spec.continuous}
