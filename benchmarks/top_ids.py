@@ -1,6 +1,6 @@
 """The data of Table 1: each field of ids has its k most frequent ones, and one for all others.
 
-    python benchmarks/top_ids.py DATA TOP -k 3
+python benchmarks/top_ids.py DATA TOP -k 3
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,14 @@ def demo(seed: int, drift: float, new: float) -> Iterator[pa.Table]:
             world.planted[field] = (pa.array(ids), shares, *moved)
 
 
-def heavy(seed: int, drift: float, new: float) -> Iterator[pa.Table]:
+def heavy(seed: int, drift: float, new: float, sizes: Sequence[int] = ROWS) -> Iterator[pa.Table]:
     """The days of a log with a heavy tail; effects of rare ids are twice `heavy_tailed_log`'s."""
     random, share = np.random.default_rng(seed), 1 / np.arange(1, FEW + 1) ** 0.8
     strong = random.normal(0, STRONG, (len(FREQUENT), FEW))
     hidden = random.normal(0, 1, (len(FREQUENT), FEW, 2))
     weak = random.normal(0, 2 * WEAK, (len(RARE), MANY))
     texts = [np.arange(MANY).astype(str).astype(object) for _ in RARE]
-    for day, rows in enumerate(ROWS):
+    for day, rows in enumerate(sizes):
         logit, columns, total = np.full(rows, BIAS), {}, np.zeros((rows, 2))
         for field, single, vectors in zip(FREQUENT, strong, hidden, strict=True):
             ids = columns[field] = random.choice(FEW, rows, p=share / share.sum())

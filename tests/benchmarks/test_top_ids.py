@@ -2,8 +2,8 @@
 
 import numpy as np
 import pandas as pd
-
 from benchmarks.top_ids import keep_top_ids
+
 from merlin_cowclip.workflows import prepare
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 
