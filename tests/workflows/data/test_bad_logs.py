@@ -109,7 +109,7 @@ LOGS: dict[str, tuple[str | bytes, str]] = {
     "no id": (no(1), "column 'user' has no value in the 40 training rows"),
     "no number": (no(2), "column 'price' has no value"),
     "no list": (no(3), "column 'tags' has no value"),
-    "zeroed": (GZIPPED[:-50] + bytes(50), "log.csv is not a CSV file in UTF-8, gzipped or not"),
+    "zeroed": (GZIPPED[:-50] + bytes(50), "cannot read input file … log.csv: zlib inflate failed"),
 }
 SPECS = {
     "deep": ("x = " + "[" * 3000, HEAD, "toy.toml as TOML: "),
@@ -177,7 +177,7 @@ PARQUET: dict[str, tuple[Callable[[Path], Any], str]] = {
     "Latin-1": (column("user", LATIN), "column 'user' of … UTF8"),
     "missing": (column("user", None), "log.parquet has no column 'user'"),
     "cut": (cut, "log.parquet is not a whole parquet file"),
-    "garbled": (garbled, "log.parquet is not a whole parquet file"),
+    "garbled": (garbled, "cannot read input file … log.parquet: … write the file again"),
     "csv": (lambda path: path.write_text(HEAD), "log.parquet is not parquet, but may be CSV"),
     "no row": (lambda path: pq.write_table(pq.read_table(path)[:0], path), "has no rows"),
 }

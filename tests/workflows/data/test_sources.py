@@ -70,7 +70,7 @@ def test_any_csv_cut_anywhere_gives_its_cells(rows, size, block, end, mark, zipp
     if any("\r\n" in cell for _, a, b in rows for cell in (a[0], b[0])):
         block = 1 << 24  # Arrow drops an LF of a cell where a block ends between CR and LF
     expected = [(y, a or None, b or None) for y, (a, _), (b, _) in rows]
-    blocks = {"BLOCK_BYTES": block, "GZIP_BLOCK_BYTES": block}
+    blocks = {"BLOCK_BYTES": block, "PACKED_BLOCK_BYTES": block}
     with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(csv, **blocks):
         path = Path(folder) / ("log.csv.gz" if zipped else "log.csv")
         path.write_bytes(gzip.compress(text) if zipped else text)
@@ -185,7 +185,7 @@ def test_another_format(tmp_path, spec, text, message):
 def test_a_damaged_gzip_file(tmp_path):
     text = "".join(f"{i % 2},u{i},i{i * i}\n" for i in range(20_000))
     zipped = gzip.compress((HEAD + text).encode())
-    with pytest.raises(UserError, match="log.csv is a damaged gzip file"):
+    with pytest.raises(UserError, match="cannot read input file .*log.csv: Truncated compressed"):
         rows_of(source(tmp_path / "log.csv", zipped[:-2_000]))
     assert len(rows_of(source(tmp_path / "log.csv", zipped))) == 20_000  # whatever its name
 
@@ -371,7 +371,7 @@ def test_folders_and_globs(tmp_path):
     assert list(expand_paths(home / "day_9" / "_temporary")) == [home / "day_9/_temporary/a.csv"]
     for inputs, message in (
         (home / "nowhere", "no input file found"),
-        ("x" * 5_000, "no input file found"),
+        ("x" * 5_000, "cannot read input file xx"),
         ([], "no input file given"),
         ([days[0], home], "day_9/a.csv is given twice"),
         ([days[0], days[0]], "day_9/a.csv is given twice"),

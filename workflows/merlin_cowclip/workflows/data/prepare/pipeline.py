@@ -41,7 +41,7 @@ from merlin_cowclip.workflows.data.prepared_data import (
 )
 from merlin_cowclip.workflows.data.sources.base import TIME, Source, unchanged
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
-from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_twice
+from merlin_cowclip.workflows.data.sources.files import Input, expand_paths, refuse_twice
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
 from merlin_cowclip.workflows.data.spec import DatasetSpec, check_input_names
 from merlin_cowclip.workflows.errors import UserError, check_whole
@@ -173,10 +173,10 @@ class _Pipeline:
     executor: Executor
     progress: bool
 
-    def read(self, tasks: int) -> tuple[Counter[Path], Counter[str]]:
+    def read(self, tasks: int) -> tuple[Counter[Input], Counter[str]]:
         """Store all columns; returns rows by file and, by column, numbers that were not finite."""
         total, replaced = sum(s.size for s in self.sources), Counter[str]()
-        rows = Counter[Path]()
+        rows = Counter[Input]()
         size = max(CHUNK_BYTES[0], min(CHUNK_BYTES[1], total // (CHUNKS_PER_WORKER * tasks)))
         chunks = [(source, chunk) for source in self.sources for chunk in source.chunks(size)]
         with progress_bar("reading", total, "B", show=self.progress) as bar:

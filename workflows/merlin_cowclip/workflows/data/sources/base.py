@@ -6,10 +6,12 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import os
+import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +19,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from merlin_cowclip.workflows.data.sources.files import Input, file_info
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 
@@ -24,6 +27,8 @@ ID_TYPE = pa.dictionary(pa.int32(), pa.string())
 TIME = "\0time"  # the batch column of the split's times
 UTC = pa.timestamp("us", "UTC")
 _ISO_8601 = r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d([.,]\d+)?)?(Z|[+-]\d\d(:?\d\d)?)?)?"
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+REQUESTS = 16  # of a file system at a time
 EXACT = {16: 2**11, 32: 2**24, 64: 2**53}  # bits of a float → from where integers share a float
 
 
@@ -45,14 +50,14 @@ class Source(abc.ABC):
     """
 
     spec: DatasetSpec
-    path: Path
+    path: Input
     labelled: bool = True  # whether to read the label
-    root: Path | None = None  # folders below it may give columns of parquet
+    root: Input | None = None  # names of folders below it may give columns (``day=1/log.csv``)
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Bytes of the file."""
-        return self.path.stat().st_size
+        return file_info(self.path).size
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -62,8 +67,33 @@ class Source(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def names(self) -> tuple[str, ...]:
+    def file_columns(self) -> tuple[str, ...]:
         """The columns of the file, in order."""
+
+    @functools.cached_property
+    def folder_columns(self) -> dict[str, str | None]:
+        """The columns that names of folders give, as text."""
+        if self.root is None:
+            return {}
+        path, root = (
+            one.partition("?")[0] if isinstance(one, str) else str(one)
+            for one in (self.path, self.root)
+        )
+        folders = os.path.relpath(path, root).split("/")[:-1]
+        pairs = [folder.split("=", 1) for folder in folders if "=" in folder]
+        texts = {urllib.parse.unquote(key): urllib.parse.unquote(text) for key, text in pairs}
+        return {key: None if text == HIVE_NULL else text for key, text in texts.items()}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns of the file, then those of its folders."""
+        columns = self.file_columns
+        return (*columns, *(name for name in self.folder_columns if name not in columns))
+
+    @property
+    def from_file(self) -> list[str]:
+        """The columns to read that the file has."""
+        return [name for name in self.wanted if name in self.file_columns]
 
     def has_label(self) -> bool:
         """Whether the file has the label's column."""
@@ -103,7 +133,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self, chunk: Chunk) -> Iterator[tuple[pa.RecordBatch, int]]:
-        """The columns `wanted` of a part as the file has them, and the bytes read since."""
+        """The columns `wanted` of a part that the file has, and the bytes read since."""
 
     @abc.abstractmethod
     def _place(self, chunk: Chunk, before: int, row: int) -> str:
@@ -115,7 +145,11 @@ class Source(abc.ABC):
         """The columns `wanted` of a batch in our types; ``place`` tells a row's line."""
         spec, columns = self.spec, {}
         for name in self.wanted:
-            column = batch.column(name)
+            if name in batch.schema.names:
+                column = batch.column(name)
+            else:
+                text = pa.scalar(self.folder_columns[name], pa.string())
+                column = pa.repeat(text, batch.num_rows)
             if spec.format == "parquet" and pa.types.is_dictionary(column.type):
                 column = column.dictionary_decode()
             try:
@@ -281,13 +315,18 @@ def parsed_times(texts: pd.Series, layout: str | None) -> pa.Array:
 @contextlib.contextmanager
 def unchanged(sources: Sequence[Source]) -> Iterator[None]:
     """Raise UserError if a file is modified within the context, also where reading failed."""
-    before = [source.path.stat() for source in sources]
+
+    def states() -> list[tuple[int, int | None]]:
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            found = pool.map(file_info, [source.path for source in sources])
+            return [(info.size, info.mtime_ns) for info in found]
+
+    before = states()
     try:
         yield
     finally:
-        for source, was in zip(sources, before, strict=True):
-            now = source.path.stat()
-            if (now.st_size, now.st_mtime_ns) != (was.st_size, was.st_mtime_ns):
+        for source, was, now in zip(sources, before, states(), strict=True):
+            if now != was:
                 raise UserError(
                     f"{source.path} was modified while it was being read. Stop the writer or copy "
                     "the file, and run again"
