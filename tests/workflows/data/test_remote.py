@@ -145,7 +145,6 @@ def test_files(url, name):
 def test_a_large_file_is_read_in_ranges(web, monkeypatch):
     address, handler = web
     monkeypatch.setattr(csv, "SCAN_BYTES", 1_000)
-    monkeypatch.setattr(csv, "PACKED_BLOCK_BYTES", 2_000)
     monkeypatch.setattr(csv, "BLOCK_BYTES", 4_000)
     log = source(f"{address}/log.csv")
     log.check()

@@ -70,7 +70,7 @@ def test_any_csv_cut_anywhere_gives_its_cells(rows, size, block, end, mark, zipp
     if any("\r\n" in cell for _, a, b in rows for cell in (a[0], b[0])):
         block = 1 << 24  # Arrow drops an LF of a cell where a block ends between CR and LF
     expected = [(y, a or None, b or None) for y, (a, _), (b, _) in rows]
-    blocks = {"BLOCK_BYTES": block, "PACKED_BLOCK_BYTES": block}
+    blocks = {"BLOCK_BYTES": block}
     with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(csv, **blocks):
         path = Path(folder) / ("log.csv.gz" if zipped else "log.csv")
         path.write_bytes(gzip.compress(text) if zipped else text)

@@ -9,7 +9,8 @@ import functools
 import io
 import itertools
 import re
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import pyarrow as pa
@@ -21,8 +22,7 @@ from merlin_cowclip.workflows.data.sources.files import open_file
 from merlin_cowclip.workflows.data.spec import SPECS
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 
-BLOCK_BYTES = 16 << 20  # of text in a batch: bounds the memory of reading
-PACKED_BLOCK_BYTES = 4 << 20  # Arrow decompresses up to 32 blocks ahead
+BLOCK_BYTES = 4 << 20  # of text in a batch; Arrow reads up to 32 ahead
 SCAN_BYTES = 1 << 18  # of text that Python reads at a time
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _FAULT = re.compile(
@@ -105,43 +105,52 @@ class CsvSource(Source):
 
     def read(self, chunk: Chunk) -> Iterator[tuple[pa.RecordBatch, int]]:
         """Read the rows of a part."""
-        unchecked, read = self.quoted, chunk.start
+        unchecked, read = self.quoted, 0
         try:
             with (
-                self._text(chunk, PACKED_BLOCK_BYTES) as (text, part),
+                self._text(chunk, BLOCK_BYTES) as (text, position),
                 self._reader(chunk, text) as batches,
             ):
                 for batch in batches:
                     if unchecked and _has_line_ends(batch):
                         self._check_quotes()
                         unchecked = False
-                    yield batch, part.tell() - read
-                    read = part.tell()
+                    yield batch, position() - read
+                    read = position()
         except pa.ArrowInvalid as error:
             if "Empty CSV" not in str(error):  # a part of blank lines
                 self._fail(chunk, error)
 
     @contextlib.contextmanager
-    def _text(self, chunk: Chunk, buffer: int) -> Iterator[tuple[pa.NativeFile, io.RawIOBase]]:
-        """The text of a part, decompressed, and its bytes."""
+    def _text(self, chunk: Chunk, buffer: int) -> Iterator[tuple[pa.NativeFile, Callable[[], int]]]:
+        """The text of a part, decompressed, and what returns how many of its bytes were read."""
         with open_file(self.path) as file:
-            part = _Part(file, chunk)
+            start = chunk.start
+
+            def read(size: int) -> bytes:
+                nonlocal start
+                block: bytes = file.read_at(min(size, chunk.stop - start), start)
+                start += len(block)
+                return block
+
+            part = types.SimpleNamespace(read=read, close=lambda: None, closed=False)
             text = pa.BufferedInputStream(pa.PythonFile(part, "r"), buffer)
             kind = self.compression
-            yield pa.CompressedInputStream(text, kind) if kind else text, part
+            text = pa.CompressedInputStream(text, kind) if kind else text
+            yield text, lambda: start - chunk.start
 
     def _reader(self, chunk: Chunk, text: pa.NativeFile) -> pyarrow.csv.CSVStreamingReader:
         spec, kept = self.spec, self.file_columns if self.quoted else self.from_file
         has_header = self._has_header(chunk)
-        types = dict.fromkeys(kept, pa.binary()) | dict.fromkeys(self.wanted, pa.string())
-        types |= dict.fromkeys(spec.categorical, ID_TYPE)
-        types |= dict.fromkeys({*spec.continuous} - {spec.split.column}, pa.float64())
+        kinds = dict.fromkeys(kept, pa.binary()) | dict.fromkeys(self.wanted, pa.string())
+        kinds |= dict.fromkeys(spec.categorical, ID_TYPE)
+        kinds |= dict.fromkeys({*spec.continuous} - {spec.split.column}, pa.float64())
         if self.labelled and spec.label_values is None:
-            types[spec.label] = pa.float64()
+            kinds[spec.label] = pa.float64()
         return pa.csv.open_csv(
             text,
             pa.csv.ReadOptions(
-                block_size=PACKED_BLOCK_BYTES if self.compression else BLOCK_BYTES,
+                block_size=BLOCK_BYTES,
                 column_names=None if has_header and spec.columns is None else self.file_columns,
                 skip_rows_after_names=int(has_header and spec.columns is not None),
                 use_threads=False,  # with threads it does not tell the row of a fault
@@ -153,7 +162,7 @@ class CsvSource(Source):
                 ignore_empty_lines=len(self.file_columns) > 1,
             ),
             pa.csv.ConvertOptions(
-                column_types={name: types[name] for name in kept},
+                column_types={name: kinds[name] for name in kept},
                 include_columns=kept,
                 null_values=["", *spec.null_values],
                 strings_can_be_null=True,
@@ -169,15 +178,14 @@ class CsvSource(Source):
         if found is None:
             raise UserError(f"cannot read {self.path} as CSV: {reason}") from None
         name = f", column {self.file_columns[int(found['column'])]!r}" if found["column"] else ""
-        place = self._place(chunk, 0, int(found["row"]) - 1 - self._has_header(chunk))
+        place = self._place(chunk, int(found["row"]) - 1 - self._has_header(chunk))
         raise UserError(
             f"{self.path}, {place}{name}: {found['text']}. Correct the row or remove it, convert "
             "the file to UTF-8 (iconv), or describe it in the specification (quotes, null_values, "
             "label_values)"
         ) from None
 
-    def _place(self, chunk: Chunk, before: int, row: int) -> str:
-        row += before
+    def _place(self, chunk: Chunk, row: int) -> str:
         with (
             contextlib.suppress(csv.Error, StopIteration, UserError),
             self._rows(chunk.start) as rows,
@@ -235,27 +243,6 @@ class CsvSource(Source):
                 quoting=csv.QUOTE_MINIMAL if self.spec.quotes else csv.QUOTE_NONE,
                 strict=strict,
             )
-
-
-class _Part(io.RawIOBase):
-    """A part of a file, read in order."""
-
-    def __init__(self, file: pa.NativeFile, chunk: Chunk) -> None:
-        self._file, self._at, self._stop = file, chunk.start, chunk.stop
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        """The next bytes, at most ``size``."""
-        block: bytes = self._file.read_at(min(size, self._stop - self._at), self._at)
-        self._at += len(block)
-        return block
-
-    def tell(self) -> int:
-        """Where the next byte is in the file."""
-        return self._at
 
 
 def _has_line_ends(batch: pa.RecordBatch) -> bool:

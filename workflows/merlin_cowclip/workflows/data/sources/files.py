@@ -33,6 +33,11 @@ _HAS_BUCKET = {"s3": True, "gs": True, "gcs": True, "hdfs": False, "viewfs": Fal
 _arrow_system = functools.lru_cache(fs.FileSystem.from_uri)
 
 
+def plain(path: Input) -> str:
+    """A path or URL, without the options of a URL."""
+    return path.partition("?")[0] if isinstance(path, str) else str(path)
+
+
 @contextlib.contextmanager
 def _located(path: Input) -> Iterator[tuple[fs.FileSystem, str, Callable[[str], Input]]]:
     """The file system, the path in it, and what makes inputs of such paths.

@@ -47,10 +47,10 @@ class ParquetSource(Source):
             for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=self.from_file):
                 yield batch, chunk.size * batch.num_rows // total
 
-    def _place(self, chunk: Chunk, before: int, row: int) -> str:
+    def _place(self, chunk: Chunk, row: int) -> str:
         with open_parquet(self.path) as file:
             groups = map(file.metadata.row_group, range(chunk.start))
-            return f"row {sum(group.num_rows for group in groups) + before + row + 1}"
+            return f"row {sum(group.num_rows for group in groups) + row + 1}"
 
 
 @contextlib.contextmanager
