@@ -8,7 +8,6 @@ import threading
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
@@ -169,28 +168,15 @@ def test_folders_and_globs(bucket, home, given):
     assert [path.name for path in local] == ["a b.csv", "b.csv"]
 
 
-def test_hive_columns_of_csv(bucket, home):
-    """As pyarrow's data sets read them."""
-    spec = DatasetSpec("toy", "y", ("a", "day"), ("n",))
-    expected = pa.dataset.dataset(home / "days", format="csv", partitioning="hive").to_table()
-    expected = expected.sort_by("day").to_pandas().astype({"day": str})
-    for given in (home / "days", bucket.url("days")):
-        logs = [CsvSource(spec, path, root=root) for path, root in expand_paths(given).items()]
-        for log in logs:
-            log.check()
-            assert log.names == ("y", "a", "n", "day")
-        rows = [
-            row
-            for log in logs
-            for c in log.chunks(9)
-            for b in log.batches(c)
-            for row in b.to_pylist()
-        ]
-        pd.testing.assert_frame_equal(
-            pd.DataFrame(rows)[["y", "a", "n", "day"]],
-            expected[["y", "a", "n", "day"]],
-            check_dtype=False,
-        )
+def test_hive_columns(bucket):
+    spec = DatasetSpec("toy", "y", ("a", "day"))
+    logs = [
+        CsvSource(spec, file, root=root) for file, root in expand_paths(bucket.url("days")).items()
+    ]
+    rows = [
+        row for log in logs for batch in log.batches(*log.chunks(99)) for row in batch.to_pylist()
+    ]
+    assert rows == [{"y": 0, "a": "a", "day": "9"}, {"y": 1, "a": "b", "day": "10"}]
 
 
 @pytest.mark.parametrize(

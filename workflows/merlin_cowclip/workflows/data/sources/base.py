@@ -320,7 +320,7 @@ def unchanged(sources: Sequence[Source]) -> Iterator[None]:
             yield
         finally:
             for path, was, now in zip(paths, before, pool.map(file_info, paths), strict=True):
-                if now != was:
+                if (now.size, now.mtime_ns) != (was.size, was.mtime_ns):
                     raise UserError(
                         f"{path} was modified while it was being read. Stop the writer or copy the "
                         "file, and run again"
