@@ -179,3 +179,46 @@ def test_negative_numbers_have_no_logarithm(tmp_path, log):
     with pytest.raises(UserError, match="log1p needs numbers from 0 on. Column 'price' has -4"):
         prepare(SPEC, [tmp_path / "log.csv"], tmp_path / "out", progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["log.csv"]
+
+
+def test_columns_of_any_name_are_renamed(tmp_path):
+    random = np.random.default_rng(3)
+    names = {
+        "label": "用户点击",
+        "ids": ("user id", "user_id:token", "用户", "a/b"),
+        "numbers": ("class",),
+    }
+    log = pd.DataFrame({names["label"]: random.integers(0, 2, 400)})
+    for number, name in enumerate((*names["ids"], *names["numbers"])):
+        log[name] = random.integers(0, 9 + number, 400)
+    log["the tags"] = ["|".join(map(str, random.integers(0, 5, n % 3))) for n in range(400)]
+    log["the time"] = pd.date_range("2024-01-01", periods=400, freq="h").astype(str)
+    log.to_csv(tmp_path / "log.csv", index=False)
+    spec = DatasetSpec(
+        "toy",
+        names["label"],
+        names["ids"],
+        names["numbers"],
+        ("the tags",),
+        split=Split("sequential", 0.25, valid=0),
+        hash_only={"用户": 8},
+        hour="the time",
+    )
+    data = prepare(spec, [tmp_path / "log.csv"], tmp_path / "out", progress=False)
+    fields = ("class_2", "user_id", "user_id_token", "field_2", "a_b", "hour", "the_tags")
+    assert (data.spec.label, data.spec.fields) == ("field", fields)
+    assert data.spec.renamed["class_2"] == "class"
+    assert data.cardinalities["field_2"] == 10
+    found = rows_of(data)
+    assert found["field"].tolist() == log[names["label"]][300:].tolist()
+    texts = data.counts("user_id_token")["raw"].to_numpy()[found["user_id_token"]]
+    assert (
+        texts.tolist()
+        == log["user_id_token".replace("_token", ":token")][300:].astype(str).tolist()
+    )
+    raw = log[300:].assign(**{"the tags": log["the tags"].str.split("|")}).reset_index(drop=True)
+    served = data.workflow().remove_inputs([names["label"]]).transform(raw)
+    for field in data.spec.fields:
+        expected = found[field].map(list) if field == "the_tags" else found[field]
+        given = served[field].map(list) if field == "the_tags" else served[field]
+        assert given.tolist() == expected.tolist(), field

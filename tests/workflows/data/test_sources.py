@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import os
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from merlin_cowclip.workflows.data.prepare.pipeline import READERS
 from merlin_cowclip.workflows.data.sources import csv
 from merlin_cowclip.workflows.data.sources.base import ids_as_text
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
@@ -70,7 +72,7 @@ def test_any_csv_cut_anywhere_gives_its_cells(rows, size, block, end, mark, zipp
     if any("\r\n" in cell for _, a, b in rows for cell in (a[0], b[0])):
         block = 1 << 24  # Arrow drops an LF of a cell where a block ends between CR and LF
     expected = [(y, a or None, b or None) for y, (a, _), (b, _) in rows]
-    blocks = {"BLOCK_BYTES": block, "GZIP_BLOCK_BYTES": block}
+    blocks = {"BLOCK_BYTES": block}
     with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(csv, **blocks):
         path = Path(folder) / ("log.csv.gz" if zipped else "log.csv")
         path.write_bytes(gzip.compress(text) if zipped else text)
@@ -164,7 +166,11 @@ def test_lines_of_a_file_with_line_ends_in_cells(tmp_path):
             r"log.csv is not in Criteo format \(expected 40 tab-separated columns, found 1\)\. Did "
             "you mean `prepare avazu`",
         ),
-        (AVAZU, "0" + "\t" * 39, r"Avazu format \(expected at least 23 comma-sep.*, found 1\)"),
+        (
+            AVAZU,
+            "0" + "\t" * 39,
+            r"Avazu format \(expected at least 23 comma-sep.*, found 1\).*prepare criteo",
+        ),
         (SPEC, "y;a;b\n", r"Toy format \(expected at least 3 comma-sep.*, found 1\).*separator"),
         (SPEC, "y,A,b\n", r"log.csv has no column 'a' of data set 'toy'. It has: 'y', 'A', 'b'"),
         (SPEC, "y,a,b,a\n", r"two columns named 'a'"),
@@ -182,12 +188,20 @@ def test_another_format(tmp_path, spec, text, message):
         source(tmp_path / "log.csv", text, spec).check()
 
 
-def test_a_damaged_gzip_file(tmp_path):
-    text = "".join(f"{i % 2},u{i},i{i * i}\n" for i in range(20_000))
-    zipped = gzip.compress((HEAD + text).encode())
-    with pytest.raises(UserError, match="log.csv is a damaged gzip file"):
-        rows_of(source(tmp_path / "log.csv", zipped[:-2_000]))
-    assert len(rows_of(source(tmp_path / "log.csv", zipped))) == 20_000  # whatever its name
+@pytest.mark.parametrize(
+    "compress", [gzip.compress, lambda text: pa.Codec("zstd").compress(text, asbytes=True)]
+)
+def test_compressed_files(tmp_path, compress):
+    """Whatever their names; several compressed files may follow each other."""
+    rows = [f"{i % 2},u{i},i{i * i}\n" for i in range(20_000)]
+    packed = compress((HEAD + "".join(rows[:9])).encode()) + compress("".join(rows[9:]).encode())
+    assert len(rows_of(source(tmp_path / "log.csv", packed))) == 20_000
+    for harmed, reason in (
+        (packed[:-2_000], "Truncated compressed stream"),
+        (packed[:-8] + bytes(8), "(zlib inflate|ZSTD decompress) failed"),
+    ):
+        with pytest.raises(UserError, match=f"cannot read input file .*log.csv: {reason}"):
+            rows_of(source(tmp_path / "log.csv", harmed))
 
 
 # Spellings
@@ -369,22 +383,27 @@ def test_folders_and_globs(tmp_path):
     for inputs in (home, f"{home}/*", f"{home}/**/*", f"{home}/*/*.csv", days):
         assert list(expand_paths(inputs)) == days
     assert list(expand_paths(home / "day_9" / "_temporary")) == [home / "day_9/_temporary/a.csv"]
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "dangling.csv").symlink_to("gone")
     for inputs, message in (
         (home / "nowhere", "no input file found"),
-        ("x" * 5_000, "no input file found"),
+        (home / "day_9" / "_SUCCESS", "_SUCCESS is empty"),
+        (f"{tmp_path}/d*.csv", r"no input file found for .*/d\*.csv"),
+        (tmp_path / "pipe", "pipe is not a regular file"),
+        ("x" * 5_000, "cannot read input file xx"),
         ([], "no input file given"),
         ([days[0], home], "day_9/a.csv is given twice"),
         ([days[0], days[0]], "day_9/a.csv is given twice"),
         (home / "day_9" / "part-0.csv", "part-0.csv is empty"),
-        ("/dev/null", "/dev/null is not a regular file"),
     ):
         with pytest.raises(UserError, match=message):
             expand_paths(inputs)
 
 
-def test_hive_partitions(tmp_path):
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_hive_partitions(tmp_path, kind):
     spec = DatasetSpec(
-        *("toy", "y", ("site", "ad"), ("hour",)), format="parquet", split=Split("time", 0.5, "day")
+        *("toy", "y", ("site", "ad"), ("hour",)), format=kind, split=Split("time", 0.5, "day")
     )
     frame = pd.DataFrame(
         {
@@ -399,7 +418,10 @@ def test_hive_partitions(tmp_path):
     frame.to_parquet(tmp_path / "logs", partition_cols=["day", "site", "hour"])
     found = []
     for path, root in expand_paths(tmp_path / "logs").items():
-        log = ParquetSource(spec, path, root=root)
+        if kind == "csv":
+            pq.ParquetFile(path).read().to_pandas().to_csv(path, index=False)
+        log = READERS[kind](spec, path, root=root)
+        assert log.names == ("y", "ad", "day", "site", "hour")
         assert log.has_label()
         log.check()
         found += rows_of(log)

@@ -84,7 +84,7 @@ _of_spec = functools.partial(option, group="Override the data set's specificatio
 def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> None:
     """Turn raw logs into ids, counts and parquet.
 
-    A LOG is a file, glob or folder; gzip is read.
+    A LOG is a file, glob, folder or URL of one (s3://…); gzip and zstd are read.
     """
     from merlin_cowclip.workflows.data.prepare.pipeline import prepare
     from merlin_cowclip.workflows.data.spec import SPECS, find_spec

@@ -245,8 +245,10 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     return record
 
 
-def file_state(path: Path) -> dict[str, Any]:
+def file_state(path: str | Path) -> dict[str, Any]:
     """Fingerprint of adopted parquet: its absolute ``path`` and an entry of a manifest."""
+    if isinstance(path, str):
+        raise UserError(f"adopted parquet must be local. Received: {path}. Copy it first")
     return {"path": str(path), **entry_of(path)}
 
 

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -109,6 +111,8 @@ class DatasetSpec:
         hour: the column of times of which the hour, 0 to 23 UTC, becomes a field of ids ``hour``.
             Numbers are seconds since 1970; text is read by split.time_format.
         weekday: the same for the day of the week, 0 for Monday.
+        renamed: the columns of fields, or of the label, that have another name in the model. `prepare`
+            renames columns whose names TensorFlow cannot save.
         non_finite: inf and NaN: "refuse" raises an error; "missing" treats them as missing.
 
     Raises:
@@ -139,6 +143,7 @@ class DatasetSpec:
     label_above: float | None = None
     hour: str | None = None
     weekday: str | None = None
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     non_finite: Literal["refuse", "missing"] = "refuse"
 
     def __post_init__(self) -> None:
@@ -167,13 +172,8 @@ class DatasetSpec:
         names = [self.label, *self.fields]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(f"a column must have one role. Received: {quoted(twice)} in several")
-        # A field's name becomes a file name (counts/<field>.parquet).
-        bad = [f for f in self.fields if not f or f[0] == "." or {*f} & {*"/\\\0\n\r"}]
-        if bad:
-            raise UserError(
-                "fields must have names that can be file names (not empty, no slash, no leading "
-                f"dot). Received: {quoted(bad)}"
-            )
+        if "" in names:
+            raise UserError("fields must have names that are not empty. Leave the empty one out")
 
     def _check_rare_ids(self) -> None:
         for key, least, most in (("freq_threshold", 0, None), ("hash_buckets", 1, MAX_BUCKETS)):
@@ -242,8 +242,10 @@ class DatasetSpec:
         return (*self.categorical, *self.lists)
 
     def column_of(self, field: str) -> str:
-        """The column of the log that a field is made of: its own, but for fields of times."""
-        return (field in TIME_FIELDS and getattr(self, field)) or field
+        """The column of the log that a field, or the label, is made of."""
+        if field in TIME_FIELDS and (source := getattr(self, field)):
+            return str(source)
+        return self.renamed.get(field, field)
 
     @property
     def raw_columns(self) -> dict[str, type]:
@@ -319,6 +321,11 @@ _RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     ),
     (("hash_only", "quantiles"), "a table of numbers by field", lambda v: isinstance(v, Mapping)),
     (
+        ("renamed",),
+        "a table of columns by field",
+        lambda v: isinstance(v, Mapping) and _are_texts([*v.values()]),
+    ),
+    (
         ("label_above",),
         "a number",
         lambda v: v is None or (isinstance(v, (int, float)) and not isinstance(v, bool)),
@@ -380,6 +387,32 @@ def find_spec(name_or_path: str | Path) -> DatasetSpec:
     )
 
 
+def with_saved_names(spec: DatasetSpec) -> DatasetSpec:
+    """The same fields with names that TensorFlow can save, where it cannot save theirs."""
+    names: dict[str, str] = {}
+    for name in (spec.label, *spec.fields):
+        plain = re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_.-") or "field"
+        numbered = (f"{plain}_{number}" for number in itertools.count(2))
+        for new in (name, plain, *itertools.islice(numbered, len(spec.fields) + 1)):
+            ends = ("", "__values", "__offsets") if name in spec.lists else ("",)
+            taken = [*names.values(), *(f"{new}{end}" for end in ends)]
+            if not unsavable_names(taken) and new not in names.values():
+                names[name] = new
+                break
+    if all(name == new for name, new in names.items()):
+        return spec
+    changed: dict[str, Any] = {"label": names[spec.label], "shared": []}
+    for key in ("categorical", "continuous", "lists", "log1p", "standardize"):
+        changed[key] = [names[name] for name in getattr(spec, key)]
+    for key in ("freq_threshold", "hash_buckets", "hash_only", "quantiles"):
+        value = getattr(spec, key)
+        if isinstance(value, Mapping):
+            changed[key] = {names[name]: number for name, number in value.items()}
+    changed["shared"] = [[names[name] for name in group] for group in spec.shared]
+    renamed = {new: spec.column_of(name) for name, new in names.items() if new != name}
+    return dataclasses.replace(spec, **changed, renamed={**spec.renamed, **renamed})
+
+
 def check_input_names(spec: DatasetSpec) -> None:
     """Raise UserError if TensorFlow cannot save a model with these column names."""
     # The label is a part of an output's name: a word of Python's will do.
@@ -390,6 +423,6 @@ def check_input_names(spec: DatasetSpec) -> None:
         raise UserError(
             "a model's inputs and its label must have names that TensorFlow can save: of A-Z a-z "
             "0-9 _ . -, a letter or digit first, not a word of Python's, and different but for "
-            f"_ . - or capitals. Received: {quoted(refused)}. Rename them in the data. For CSV, "
-            "columns in the specification may list other names than the header"
+            f"_ . - or capitals. Received: {quoted(refused)}. Rename them "
+            "in the workflow"
         )

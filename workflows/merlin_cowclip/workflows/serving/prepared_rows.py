@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from merlin_cowclip.workflows.data.encoder import Encoder
 from merlin_cowclip.workflows.data.sources.base import time_field, with_nulls
-from merlin_cowclip.workflows.data.spec import DatasetSpec
+from merlin_cowclip.workflows.data.spec import TIME_FIELDS, DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 
 
@@ -30,21 +30,25 @@ class PreparedRows:
         for name in spec.ids:
             column = spec.column_of(name)
             key, kept = (f"{n}__values" if name in spec.lists else n for n in (column, name))
+            if name in spec.lists:
+                encoded[f"{name}__offsets"] = request[f"{column}__offsets"]
             try:
                 texts = pa.array(request[key], pa.binary()).cast(pa.string())
             except pa.ArrowInvalid:
                 raise UserError(f"column {column!r} is not UTF-8. Encode it") from None
-            if column != name:
+            if name in TIME_FIELDS and getattr(spec, name):
                 texts = time_field(name, texts, spec)
             else:
                 texts = with_nulls(texts, spec.null_values)
             encoded[kept] = self._encoder.vocabularies[name].encode(texts)
         for name, scale in self._encoder.scales.items():
-            numbers, infinite = request[name], np.isinf(request[name])
+            numbers = request[spec.column_of(name)]
+            infinite = np.isinf(numbers)
             if spec.non_finite == "refuse" and infinite.any():
                 row = int(infinite.argmax())
                 raise UserError(
-                    f"column {name!r} is {numbers[row]} in row {row + 1}. Give NaN instead"
+                    f"column {spec.column_of(name)!r} is {numbers[row]} in row {row + 1}. Give NaN "
+                    "instead"
                 )
             encoded[name] = scale(np.where(infinite, np.nan, numbers))
         return encoded

@@ -24,7 +24,7 @@ from merlin_cowclip.workflows.data.adopt.validate import (
 from merlin_cowclip.workflows.data.prepare.pipeline import READERS
 from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD
 from merlin_cowclip.workflows.data.sources.base import Source
-from merlin_cowclip.workflows.data.sources.files import expand_paths
+from merlin_cowclip.workflows.data.sources.files import Input, expand_paths
 from merlin_cowclip.workflows.data.sources.parquet import is_parquet
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError
@@ -52,7 +52,7 @@ class RawInputs:
             its file and row.
     """
 
-    files: list[Path]
+    files: list[Input]
     size: int
     unit: str
     labelled: bool
@@ -71,17 +71,21 @@ def open_raw_inputs(
         raw: for such a run, whether they are what the workflow reads instead.
         trust_workflow: see `Run.workflow`.
     """
-    spec = dataclasses.replace(run.spec(), split=Split())  # a column of times is no input
+    spec = run.spec()
+    split = Split(time_format=spec.split.time_format)  # its column of times is no input
+    spec = dataclasses.replace(spec, split=split)
     if not run.is_adopted:
         return _raw_logs(run, spec, expand_paths(inputs), trust_workflow)
     inference = run.inference(trust=trust_workflow) if raw else None
     return _parquet(run, spec, open_files(inputs), inference)
 
 
-def _raw_logs(run: Run, spec: DatasetSpec, paths: dict[Path, Path], trust: bool) -> RawInputs:
+def _raw_logs(
+    run: Run, spec: DatasetSpec, paths: dict[Input, Input | None], trust: bool
+) -> RawInputs:
     """What `prepare` takes."""
     for path in paths:
-        part = path.resolve().parent
+        part = Path(path).resolve().parent
         if part.name in PARTS and (part.parent / RECORD).is_file():
             raise UserError(
                 f"expected raw data, but {path} is a part of prepared data. Evaluate the folder "
@@ -106,14 +110,14 @@ def _raw_logs(run: Run, spec: DatasetSpec, paths: dict[Path, Path], trust: bool)
     return RawInputs([*paths], sum(log.size for log in logs), "B", labelled, pieces)
 
 
-def _log(spec: DatasetSpec, path: Path, root: Path) -> Source:
+def _log(spec: DatasetSpec, path: Input, root: Input | None) -> Source:
     """A log in the run's format, or in parquet, which is known by its first bytes."""
     if is_parquet(path):
         spec = dataclasses.replace(spec, format="parquet", header=True, columns=None)
     return READERS[spec.format](spec, path, root=root)
 
 
-def _all_labelled(spec: DatasetSpec, labelled: Mapping[Path, bool]) -> bool:
+def _all_labelled(spec: DatasetSpec, labelled: Mapping[Input, bool]) -> bool:
     """Whether files have the label, which must be the same for all."""
     if any(labelled.values()) and not all(labelled.values()):
         without = next(path for path, has in labelled.items() if not has)

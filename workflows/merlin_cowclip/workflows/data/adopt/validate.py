@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_twice
+from merlin_cowclip.workflows.data.sources.files import Input, expand_paths, refuse_twice
 from merlin_cowclip.workflows.data.sources.parquet import is_parquet, open_parquet
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, quoted
@@ -33,7 +33,7 @@ T = TypeVar("T")
 class ParquetFile:
     """A parquet file to read; its footer was read."""
 
-    path: Path  # absolute
+    path: Input  # absolute
     schema: pa.Schema
     rows: int
 
@@ -45,10 +45,11 @@ def open_files(given: str | Path | Sequence[str | Path]) -> list[ParquetFile]:
     beside them does not name: it leaves those of an earlier, larger writing. Raises UserError if
     there is no row, or a file is damaged or given twice.
     """
-    paths = []
+    paths: list[Input] = []
     for one in [given] if isinstance(given, str | Path) else given:
-        found = [path.absolute() for path in expand_paths(one)]
-        paths += found if Path(one).is_file() else _parts(found, one)
+        roots = expand_paths(one)
+        found = [path if isinstance(path, str) else path.absolute() for path in roots]
+        paths += found if None in roots.values() else _parts(found, one)
     refuse_twice(paths)
     files = []
     for path in paths:
@@ -60,13 +61,13 @@ def open_files(given: str | Path | Sequence[str | Path]) -> list[ParquetFile]:
     return files
 
 
-def _parts(found: list[Path], given: str | Path) -> list[Path]:
+def _parts(found: list[Input], given: str | Path) -> list[Input]:
     """The parquet files among those of a folder or glob that NVTabular wrote last."""
-    parts = [path for path in found if path.suffix == ".parquet" or is_parquet(path)]
-    for listing in {path.parent / _LIST for path in parts}:
+    parts = [path for path in found if str(path).endswith(".parquet") or is_parquet(path)]
+    for listing in {path.parent / _LIST for path in parts if isinstance(path, Path)}:
         if listing.exists():
             last = {Path(line).name for line in listing.read_text(encoding="utf-8").splitlines()}
-            parts = [p for p in parts if p.parent != listing.parent or p.name in last]
+            parts = [p for p in parts if Path(p).parent != listing.parent or Path(p).name in last]
     if not parts:
         raise UserError(f"No parquet file in {str(given)!r}. Check the path")
     return parts
@@ -116,7 +117,7 @@ def element_type(kind: Any) -> Any:
 class BatchLocation:
     """Where a batch of rows was read, for messages."""
 
-    path: Path
+    path: Input
     first: int = 0  # rows of the file before it
 
     def row(self, row: int) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.encoder import scale_of
-from merlin_cowclip.workflows.data.prepare.operators import EncodeIds, ScaleNumbers, TimeFields
+from merlin_cowclip.workflows.data.prepare.operators import EncodeIds, RawFields, ScaleNumbers
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.vocabulary import UNKNOWN, vocabulary_file
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -43,17 +43,26 @@ def build_workflow(
     shared = {name: spec.vocabulary_of(name) for name in spec.ids if spec.shared}
     options |= {"lists": spec.lists, "shared": shared, "null_values": spec.null_values}
     target = [Tags.TARGET, Tags.BINARY_CLASSIFICATION]
-    times = [name for name in spec.ids if spec.column_of(name) != name]
-    ids: Any = [name for name in spec.ids if name not in times]
-    if times:
-        columns = [*dict.fromkeys(map(spec.column_of, times))]
-        ids = ids + (columns >> TimeFields(spec))
-    nodes = ids >> EncodeIds(folder, **options)
-    nodes += [spec.label] >> ops.AddMetadata(tags=target)
+
+    def raw(names: Sequence[str]) -> Any:
+        """These fields, of columns of the same or another name."""
+        other = [name for name in names if spec.column_of(name) != name]
+        same: Any = [name for name in names if name not in other]
+        if not other:
+            return same
+        columns = [*dict.fromkeys(map(spec.column_of, other))]
+        return (
+            (same + (columns >> RawFields(spec, other)))
+            if same
+            else columns >> RawFields(spec, other)
+        )
+
+    nodes = raw(spec.ids) >> EncodeIds(folder, **options)
+    nodes += raw([spec.label]) >> ops.AddMetadata(tags=target)
     if spec.continuous:
         scales = {name: scale_of(spec, name, ranges[name]) for name in spec.continuous}
         is_missing = spec.non_finite == "missing"
-        nodes += list(spec.continuous) >> ScaleNumbers(scales, spec.null_values, is_missing)
+        nodes += raw(spec.continuous) >> ScaleNumbers(scales, spec.null_values, is_missing)
     return nvt.Workflow(nodes)
 
 
@@ -74,7 +83,7 @@ def save_fitted_workflow(
 
 def raw_schema(spec: DatasetSpec) -> Schema:
     """The columns that the workflow reads."""
-    columns = [ColumnSchema(spec.label, dtype="int64")]
+    columns = [ColumnSchema(spec.column_of(spec.label), dtype="int64")]
     for name, kind in spec.raw_columns.items():
         dtype = "float64" if kind is float else "str"
         is_list = kind is list

@@ -185,31 +185,27 @@ class ScaleNumbers(Operator):
         return [Tags.CONTINUOUS]
 
 
-class TimeFields(Operator):
-    """The fields ``hour`` and ``weekday`` of a spec, from the columns of times that it names."""
+class RawFields(Operator):
+    """Fields from columns of another name, and ``hour`` and ``weekday`` from columns of times."""
 
-    def __init__(self, spec: DatasetSpec) -> None:
+    def __init__(self, spec: DatasetSpec, fields: Sequence[str]) -> None:
         super().__init__()
-        self.spec = spec
-        self.sources = {f: getattr(spec, f) for f in TIME_FIELDS if getattr(spec, f)}
+        self.spec, self.sources = spec, {name: spec.column_of(name) for name in fields}
 
     def transform(self, col_selector: Any, df: Any) -> Any:
-        """The fields, as text."""
+        """The fields; those of times as text."""
         out = type(df)(index=df.index)
         for field, column in self.sources.items():
-            cells = pa.array(df[column].to_pandas() if hasattr(df, "to_pandas") else df[column])
-            ids = time_field(field, cells, self.spec).dictionary_decode()
-            out[field] = ids.to_pandas().to_numpy()
+            out[field] = df[column]
+            if field in TIME_FIELDS and getattr(self.spec, field):
+                cells = pa.array(df[column].to_pandas() if hasattr(df, "to_pandas") else df[column])
+                ids = time_field(field, cells, self.spec).dictionary_decode()
+                out[field] = ids.to_pandas().to_numpy()
         return out
 
     def column_mapping(self, col_selector: Any) -> dict[str, list[str]]:
         """The column of each field."""
         return {field: [column] for field, column in self.sources.items()}
-
-    @property
-    def output_dtype(self) -> Any:
-        """Text."""
-        return np.dtype("O")
 
 
 @contextlib.contextmanager

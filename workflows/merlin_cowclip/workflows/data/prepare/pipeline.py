@@ -35,7 +35,7 @@ from merlin_cowclip.workflows.data.sources.base import Source, unchanged
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_twice
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
-from merlin_cowclip.workflows.data.spec import DatasetSpec, check_input_names
+from merlin_cowclip.workflows.data.spec import DatasetSpec, with_saved_names
 from merlin_cowclip.workflows.data.vocabulary import Vocabulary
 from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
@@ -100,7 +100,7 @@ def prepare(
     check_whole("seed", seed, 0)
     check_whole("part_rows", part_rows, 1)
     refuse_existing(out)
-    check_input_names(spec)
+    spec = with_saved_names(spec)
     engine = engine or ("nvtabular" if device == "gpu" or workers or scheduler else "duckdb")
     if engine not in ("duckdb", "nvtabular"):
         raise UserError(f"engine must be 'duckdb' or 'nvtabular'. Received: {engine!r}")

@@ -6,17 +6,20 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
+from urllib.parse import unquote
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from merlin_cowclip.workflows.data.sources.files import Input, file_info, plain
 from merlin_cowclip.workflows.data.spec import TIME_FIELDS, DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 
@@ -24,7 +27,12 @@ ID_TYPE = pa.dictionary(pa.int32(), pa.string())
 TIME = "\0time"  # the batch column of the split's times
 UTC = pa.timestamp("us", "UTC")
 _ISO_8601 = r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d([.,]\d+)?)?(Z|[+-]\d\d(:?\d\d)?)?)?"
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+REQUESTS = 16  # of a file system at a time
 EXACT = {16: 2**11, 32: 2**24, 64: 2**53}  # bits of a float → from where integers share a float
+
+
+Fail = Callable[[int, str, str], NoReturn]  # a row of a batch, its column, and what is wrong
 
 
 class Chunk(NamedTuple):
@@ -45,29 +53,56 @@ class Source(abc.ABC):
     """
 
     spec: DatasetSpec
-    path: Path
+    path: Input
     labelled: bool = True  # whether to read the label
-    root: Path | None = None  # folders below it may give columns of parquet
+    root: Input | None = None  # names of folders below it may give columns (``day=1/log.csv``)
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Bytes of the file."""
-        return self.path.stat().st_size
+        return file_info(self.path).size
 
     @property
     def wanted(self) -> tuple[str, ...]:
         """The columns to read."""
-        names = dict.fromkeys([self.spec.label, *self.spec.raw_columns, self.spec.split.column])
-        return tuple(n for n in names if n and (self.labelled or n != self.spec.label))
+        return tuple(dict.fromkeys(self._sources.values()))
+
+    @property
+    def _sources(self) -> dict[str, str]:
+        """The column of the file that each column of a batch is made of."""
+        spec = self.spec
+        names = [*([spec.label] if self.labelled else []), *spec.fields]
+        times = {TIME: spec.split.column} if spec.split.column else {}
+        return {name: spec.column_of(name) for name in names} | times
 
     @property
     @abc.abstractmethod
-    def names(self) -> tuple[str, ...]:
+    def file_columns(self) -> tuple[str, ...]:
         """The columns of the file, in order."""
+
+    @functools.cached_property
+    def folder_columns(self) -> dict[str, str | None]:
+        """The columns that names of folders give, as text."""
+        if self.root is None:
+            return {}
+        folders = os.path.relpath(plain(self.path), plain(self.root)).split("/")[:-1]
+        pairs = [map(unquote, folder.split("=", 1)) for folder in folders if "=" in folder]
+        return {key: None if text == HIVE_NULL else text for key, text in pairs}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns of the file, then those of its folders."""
+        columns = self.file_columns
+        return (*columns, *(name for name in self.folder_columns if name not in columns))
+
+    @property
+    def from_file(self) -> list[str]:
+        """The columns to read that the file has."""
+        return [name for name in self.wanted if name in self.file_columns]
 
     def has_label(self) -> bool:
         """Whether the file has the label's column."""
-        return self.spec.label in self.names
+        return self.spec.column_of(self.spec.label) in self.names
 
     def check(self) -> None:
         """Raise UserError unless the column names are unique and include those of the spec."""
@@ -97,39 +132,45 @@ class Source(abc.ABC):
         """
         rows, replaced = 0, Counter() if replaced is None else replaced
         for batch, size in self.read(chunk):
-            yield self._cast(batch, functools.partial(self._place, chunk, rows), replaced)
+
+            def fail(row: int, name: str, what: str, before: int = rows) -> NoReturn:
+                place = self._place(chunk, before + row)
+                raise UserError(f"{self.path}, {place}, column {name!r}: {what}")
+
+            yield self._cast(batch, fail, replaced)
             rows += batch.num_rows
             advance(size)
 
     @abc.abstractmethod
     def read(self, chunk: Chunk) -> Iterator[tuple[pa.RecordBatch, int]]:
-        """The columns `wanted` of a part as the file has them, and the bytes read since."""
+        """The columns `wanted` of a part that the file has, and the bytes read since."""
 
     @abc.abstractmethod
-    def _place(self, chunk: Chunk, before: int, row: int) -> str:
-        """The line of a row of a part, ``before`` + ``row`` rows behind its first."""
+    def _place(self, chunk: Chunk, row: int) -> str:
+        """The line or row of the file where a row of a part is."""
 
-    def _cast(
-        self, batch: pa.RecordBatch, place: Callable[[int], str], replaced: Counter[str]
-    ) -> pa.RecordBatch:
-        """The columns `wanted` of a batch in our types; ``place`` tells a row's line."""
+    def _cast(self, batch: pa.RecordBatch, fail: Fail, replaced: Counter[str]) -> pa.RecordBatch:
+        """The columns `wanted` of a batch in our types; ``fail`` raises the error of a row."""
         spec, columns = self.spec, {}
-        for name in self.wanted:
-            column = batch.column(name)
+        for field, name in self._sources.items():
+            if name in batch.schema.names:
+                column = batch.column(name)
+            else:
+                text = pa.scalar(self.folder_columns[name], pa.string())
+                column = pa.repeat(text, batch.num_rows)
             if spec.format == "parquet" and pa.types.is_dictionary(column.type):
                 column = column.dictionary_decode()
             try:
-                if name == spec.label:
-                    columns[name] = self._labels(column, place)
-                elif name in spec.continuous:
-                    columns[name] = self._numbers(column, name, place, replaced)
-                elif name in spec.ids and spec.column_of(name) == name:
-                    columns[name] = self._ids(column, name, place)
-                if name == spec.split.column:
-                    columns[TIME] = self._times(column, name, place)
-                for field in TIME_FIELDS:
-                    if name == getattr(spec, field):
-                        columns[field] = time_field(field, column, spec)
+                if field == spec.label:
+                    columns[field] = self._labels(column, fail)
+                elif field in spec.continuous:
+                    columns[field] = self._numbers(column, name, fail, replaced)
+                elif field == TIME:
+                    columns[field] = self._times(column, name, fail)
+                elif field in TIME_FIELDS and getattr(spec, field):
+                    columns[field] = time_field(field, column, spec)
+                else:
+                    columns[field] = self._ids(column, field, fail)
             except (pa.ArrowException, ValueError) as error:
                 raise UserError(
                     f"cannot read column {name!r} of {self.path}: {clipped(str(error))}. Change "
@@ -137,7 +178,7 @@ class Source(abc.ABC):
                 ) from None
         return pa.RecordBatch.from_pydict(columns)
 
-    def _labels(self, column: pa.Array, place: Callable[[int], str]) -> pa.Array:
+    def _labels(self, column: pa.Array, fail: Fail) -> pa.Array:
         values, above = self.spec.label_values, self.spec.label_above
         if above is not None:
             labels = pc.greater(column.cast(pa.float64(), safe=False), above).cast(pa.int8())
@@ -145,38 +186,37 @@ class Source(abc.ABC):
             labels = column.cast(pa.float64(), safe=False)
         else:
             labels = pc.index_in(column.cast(pa.string()), value_set=pa.array(values))
-        good = pc.is_in(labels, pa.array([0, 1], labels.type))
-        if pc.all(good).as_py() is False:  # None: there is no row
-            row = pc.index(good, False).as_py()
+        row = pc.index(pc.is_in(labels, pa.array([0, 1], labels.type)), False).as_py()
+        if row >= 0:
             found = column.slice(row, 1).cast(pa.string())[0].as_py()
             wanted = " or ".join(map(repr, values or "01")) if above is None else "a number"
-            raise UserError(
-                f"{self.path}, {place(row)}, column {self.spec.label!r}: the label is "
-                f"{repr(found) if found else 'missing'} instead of {wanted}. "
-                "Correct the row or remove it, or set label_values in the specification"
+            fail(
+                row,
+                self.spec.column_of(self.spec.label),
+                f"the label is {repr(found) if found else 'missing'} instead of {wanted}. Correct "
+                "the row or remove it, or set label_values in the specification",
             )
         return labels.cast(pa.int8())
 
-    def _numbers(
-        self, column: pa.Array, name: str, place: Callable[[int], str], replaced: Counter[str]
-    ) -> pa.Array:
+    def _numbers(self, column: pa.Array, name: str, fail: Fail, replaced: Counter[str]) -> pa.Array:
         if is_text(column.type):
             column = with_nulls(column, self.spec.null_values)
         numbers = column.cast(pa.float64(), safe=False)  # large integers round
         finite = pc.is_finite(numbers)  # null for a missing one
-        if pc.all(finite).as_py() is not False:
+        row = pc.index(finite, False).as_py()
+        if row < 0:
             return numbers
         if self.spec.non_finite == "refuse":
-            row = pc.index(finite, False).as_py()
-            raise UserError(
-                f"{self.path}, {place(row)}, column {name!r}: the number is {numbers[row].as_py()}"
-                ". Correct it or leave it empty; non_finite = 'missing' treats inf and NaN as "
-                "missing"
+            fail(
+                row,
+                name,
+                f"the number is {numbers[row].as_py()}. Correct it or leave it empty; non_finite = "
+                "'missing' treats inf and NaN as missing",
             )
         replaced[name] += pc.sum(pc.invert(finite)).as_py()
         return pc.if_else(finite, numbers, None)
 
-    def _ids(self, column: pa.Array, name: str, place: Callable[[int], str]) -> pa.Array:
+    def _ids(self, column: pa.Array, name: str, fail: Fail) -> pa.Array:
         if column.type == ID_TYPE:  # of a CSV file, with its nulls
             return column
         is_list, separator = name in self.spec.lists, self.spec.list_separator
@@ -185,16 +225,18 @@ class Source(abc.ABC):
             list_text = rf"^\[([^\[\]]*[,\x{ord(separator):02x}][^\[\]]*)?\]$"
             row = pc.index(pc.match_substring_regex(column, list_text), True).as_py()
             if row >= 0:
-                raise UserError(
-                    f"{self.path}, {place(row)}, column {name!r}: the list "
-                    f"{clipped(repr(column[row].as_py()))} is in brackets. Write only its ids, "
-                    f"with list_separator {separator!r} between them"
+                found = clipped(repr(column[row].as_py()))
+                fail(
+                    row,
+                    self.spec.column_of(name),
+                    f"the list {found} is in brackets. Write only its ids, with list_separator "
+                    f"{separator!r} between them",
                 )
             column = pc.split_pattern(column, separator)
         texts = ids_as_text(column, is_list, self.spec.null_values)
         return texts if is_list else texts.dictionary_encode()
 
-    def _times(self, column: pa.Array, name: str, place: Callable[[int], str]) -> pa.Array:
+    def _times(self, column: pa.Array, name: str, fail: Fail) -> pa.Array:
         """Times as float64, if they are numbers, or as timestamps in UTC."""
         layout = self.spec.split.time_format
         times = times_of(column, self.spec)
@@ -202,13 +244,9 @@ class Source(abc.ABC):
             row = pc.index(times.is_null(), True).as_py()
             found = column[row].as_py()
             form = f"in time_format {layout!r}" if layout else "a number, a timestamp or ISO 8601"
-            what = (
-                f"{found!r} is not {form}. Set time_format in [split] (--time-format), or correct"
-            )
-            raise UserError(
-                f"{self.path}, {place(row)}, column {name!r}: the time "
-                f"{'is missing. Correct' if found in ('', None) else what} the row"
-            )
+            what = f"the time {found!r} is not {form}. Set time_format in [split] (--time-format)"
+            missing = "the time is missing. Correct the row"
+            fail(row, name, missing if found in ("", None) else f"{what}, or correct the row")
         return times
 
 
@@ -301,14 +339,15 @@ def parsed_times(texts: pd.Series, layout: str | None) -> pa.Array:
 @contextlib.contextmanager
 def unchanged(sources: Sequence[Source]) -> Iterator[None]:
     """Raise UserError if a file is modified within the context, also where reading failed."""
-    before = [source.path.stat() for source in sources]
-    try:
-        yield
-    finally:
-        for source, was in zip(sources, before, strict=True):
-            now = source.path.stat()
-            if (now.st_size, now.st_mtime_ns) != (was.st_size, was.st_mtime_ns):
-                raise UserError(
-                    f"{source.path} was modified while it was being read. Stop the writer or copy "
-                    "the file, and run again"
-                )
+    paths = [source.path for source in sources]
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        before = [*pool.map(file_info, paths)]
+        try:
+            yield
+        finally:
+            for path, was, now in zip(paths, before, pool.map(file_info, paths), strict=True):
+                if (now.size, now.mtime_ns) != (was.size, was.mtime_ns):
+                    raise UserError(
+                        f"{path} was modified while it was being read. Stop the writer or copy the "
+                        "file, and run again"
+                    )

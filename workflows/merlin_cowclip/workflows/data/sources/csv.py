@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CSV logs, gzipped or not, read by Arrow."""
+"""CSV logs, compressed or not, read by Arrow."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
 import functools
-import gzip
 import io
 import itertools
-import mmap
-import os
 import re
-import zlib
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import pyarrow as pa
@@ -21,15 +18,16 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from merlin_cowclip.workflows.data.sources.base import ID_TYPE, Chunk, Source, is_text
+from merlin_cowclip.workflows.data.sources.files import open_file
 from merlin_cowclip.workflows.data.spec import SPECS
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 
-BLOCK_BYTES = 16 << 20  # of text in a batch: bounds the memory of reading
-GZIP_BLOCK_BYTES = 4 << 20  # Arrow inflates up to 32 blocks ahead
+BLOCK_BYTES = 4 << 20  # of text in a batch; Arrow reads up to 32 ahead
+SCAN_BYTES = 1 << 18  # of text that Python reads at a time
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _FAULT = re.compile(
     r"(?:In CSV column #(?P<column>\d+): )?(?:.*: )?Row #(?P<row>\d+): (?P<text>.*)"
 )
-GZIP_ERRORS = (OSError, EOFError, zlib.error)  # of Arrow and Python
 SEPARATORS = {"\t": "tab", ",": "comma", ";": "semicolon", "|": "pipe", " ": "space"}
 
 
@@ -37,18 +35,20 @@ class CsvSource(Source):
     """A CSV file with columns named by its spec, or else by its header."""
 
     @functools.cached_property
-    def gzipped(self) -> bool:
-        """Whether it begins as gzip does."""
-        with open(self.path, "rb") as file:
-            return file.read(2) == b"\x1f\x8b"
+    def compression(self) -> str | None:
+        """What it begins as: "gzip", "zstd" or None."""
+        with open_file(self.path) as file:
+            start = file.read(4)
+        return next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
 
     @functools.cached_property
-    def names(self) -> tuple[str, ...]:
+    def file_columns(self) -> tuple[str, ...]:
         """The column names; the spec's names leave the label out where the file has none."""
         columns = self.spec.columns
         if columns is None:
             return tuple(self._first_row())
-        return tuple(c for c in columns if self.labelled or c != self.spec.label)
+        label = self.spec.column_of(self.spec.label)
+        return tuple(c for c in columns if self.labelled or c != label)
 
     def has_label(self) -> bool:
         """Whether its header has it; with the spec's names: unless one cell is too few."""
@@ -58,11 +58,11 @@ class CsvSource(Source):
 
     def check(self) -> None:
         """Check the first row against the spec."""
-        cells, expected = self._first_row(), str(len(self.names))
-        fits = len(cells) == len(self.names)
+        cells, expected = self._first_row(), str(len(self.file_columns))
+        fits = len(cells) == len(self.file_columns)
         if self.spec.columns is None:
-            expected = f"at least {len(self.wanted)}"
-            fits = len(cells) > 1 or len(self.wanted) == 1  # else it has another separator
+            least = len({*self.wanted} - {*self.folder_columns})
+            expected, fits = f"at least {least}", len(cells) > 1 or least <= 1  # else: separator
         if not fits:
             remedy = "Set separator, header and columns in the specification as the file has them"
             for spec in SPECS.values():
@@ -75,7 +75,7 @@ class CsvSource(Source):
                 f"{SEPARATORS.get(separator, repr(separator))}-separated columns, found "
                 f"{len(cells)}). {remedy}"
             )
-        pairs = zip(cells, self.names, strict=True) if self.spec.header else ()
+        pairs = zip(cells, self.file_columns, strict=True) if self.spec.header else ()
         if moved := [name for cell, name in pairs if cell != name and name in cells]:
             raise UserError(
                 f"{self.path} has {quoted(moved)} at another place than columns in the "
@@ -85,53 +85,76 @@ class CsvSource(Source):
 
     @functools.cached_property
     def quoted(self) -> bool:
-        """Whether it may have quoted cells."""
-        return self.spec.quotes and (self.gzipped or self._mapped().find(b'"') >= 0)
+        """Whether it may have quoted cells; only a local file is searched."""
+        if not self.spec.quotes or self.compression or isinstance(self.path, str):
+            return self.spec.quotes
+        with open_file(self.path) as file:
+            return any(b'"' in block for block in iter(lambda: file.read(BLOCK_BYTES), b""))
 
     def chunks(self, size: int) -> list[Chunk]:
-        """Parts that end with a line; a file that is gzipped or has quotes is one part."""
-        starts, end = [0], self.size
-        if not (self.gzipped or self.quoted):
-            text = self._mapped()
-            while 0 < (start := text.find(b"\n", starts[-1] + size) + 1) < end:
-                starts.append(start)
+        """Parts that end with a line; a file that is compressed or has quotes is one part."""
+        starts, start, end = [0], size, self.size
+        if not (self.compression or self.quoted):
+            with open_file(self.path) as file:
+                while start < end and (block := file.read_at(SCAN_BYTES, start)):
+                    line_end = block.find(b"\n") + 1
+                    start += line_end or len(block)
+                    if line_end and start < end:
+                        starts.append(start)
+                        start += size
         return [Chunk(a, b, b - a) for a, b in zip(starts, [*starts[1:], end], strict=True)]
 
     def read(self, chunk: Chunk) -> Iterator[tuple[pa.RecordBatch, int]]:
         """Read the rows of a part."""
         unchecked, read = self.quoted, 0
         try:
-            with self._stream(chunk) as stream, self._reader(chunk, stream) as batches:
+            with (
+                self._text(chunk, BLOCK_BYTES) as (text, position),
+                self._reader(chunk, text) as batches,
+            ):
                 for batch in batches:
                     if unchecked and _has_line_ends(batch):
                         self._check_quotes()
                         unchecked = False
-                    yield batch, stream.tell() - read
-                    read = stream.tell()
-        except (pa.ArrowInvalid, *GZIP_ERRORS) as error:
+                    yield batch, position() - read
+                    read = position()
+        except pa.ArrowInvalid as error:
             if "Empty CSV" not in str(error):  # a part of blank lines
                 self._fail(chunk, error)
 
-    def _stream(self, chunk: Chunk) -> pa.NativeFile:
-        """A part's bytes."""
-        if self.gzipped:
-            return pa.OSFile(os.fsencode(self.path))  # a name need not be UTF-8
-        text = pa.py_buffer(self._mapped())
-        return pa.BufferReader(text.slice(chunk.start, chunk.stop - chunk.start))
+    @contextlib.contextmanager
+    def _text(self, chunk: Chunk, buffer: int) -> Iterator[tuple[pa.NativeFile, Callable[[], int]]]:
+        """The text of a part, decompressed, and what returns how many of its bytes were read."""
+        with open_file(self.path) as file:
+            start = chunk.start
 
-    def _reader(self, chunk: Chunk, stream: pa.NativeFile) -> pyarrow.csv.CSVStreamingReader:
-        spec, kept = self.spec, self.names if self.quoted else self.wanted
+            def read(size: int) -> bytes:
+                nonlocal start
+                block: bytes = file.read_at(min(size, chunk.stop - start), start)
+                start += len(block)
+                return block
+
+            part = types.SimpleNamespace(read=read, close=lambda: None, closed=False)
+            text = pa.BufferedInputStream(pa.PythonFile(part, "r"), buffer)
+            kind = self.compression
+            text = pa.CompressedInputStream(text, kind) if kind else text
+            yield text, lambda: start - chunk.start
+
+    def _reader(self, chunk: Chunk, text: pa.NativeFile) -> pyarrow.csv.CSVStreamingReader:
+        spec, kept = self.spec, self.file_columns if self.quoted else self.from_file
         has_header = self._has_header(chunk)
-        types = dict.fromkeys(kept, pa.binary()) | dict.fromkeys(self.wanted, pa.string())
-        types |= dict.fromkeys(spec.categorical, ID_TYPE)
-        types |= dict.fromkeys({*spec.continuous} - {spec.split.column}, pa.float64())
+        kinds = dict.fromkeys(kept, pa.binary()) | dict.fromkeys(self.wanted, pa.string())
+        times = {spec.split.column, spec.hour, spec.weekday}
+        kinds |= {n: ID_TYPE for n in map(spec.column_of, spec.categorical) if n not in times}
+        numbers = {*map(spec.column_of, spec.continuous)} - times
         if self.labelled and spec.label_values is None:
-            types[spec.label] = pa.float64()
+            numbers.add(spec.column_of(spec.label))
+        kinds |= dict.fromkeys(numbers, pa.float64())
         return pa.csv.open_csv(
-            pa.CompressedInputStream(stream, "gzip") if self.gzipped else stream,
+            text,
             pa.csv.ReadOptions(
-                block_size=GZIP_BLOCK_BYTES if self.gzipped else BLOCK_BYTES,
-                column_names=None if has_header and spec.columns is None else self.names,
+                block_size=BLOCK_BYTES,
+                column_names=None if has_header and spec.columns is None else self.file_columns,
                 skip_rows_after_names=int(has_header and spec.columns is not None),
                 use_threads=False,  # with threads it does not tell the row of a fault
             ),
@@ -139,10 +162,10 @@ class CsvSource(Source):
                 delimiter=spec.separator,
                 quote_char='"' if spec.quotes else False,
                 newlines_in_values=self.quoted,
-                ignore_empty_lines=len(self.names) > 1,
+                ignore_empty_lines=len(self.file_columns) > 1,
             ),
             pa.csv.ConvertOptions(
-                column_types={name: types[name] for name in kept},
+                column_types={name: kinds[name] for name in kept},
                 include_columns=kept,
                 null_values=["", *spec.null_values],
                 strings_can_be_null=True,
@@ -152,36 +175,30 @@ class CsvSource(Source):
     def _fail(self, chunk: Chunk, error: Exception) -> NoReturn:
         """Raise the error of a fault that Arrow found, with its line."""
         if self.quoted:
-            with contextlib.suppress(*GZIP_ERRORS):
-                self._check_quotes()
+            self._check_quotes()
         reason = clipped(str(error))
-        if not isinstance(error, pa.ArrowInvalid):
-            raise UserError(
-                f"{self.path} is a damaged gzip file: {reason}. Copy or download it again"
-            ) from None
         found = _FAULT.search(reason)
         if found is None:
             raise UserError(f"cannot read {self.path} as CSV: {reason}") from None
-        name = f", column {self.names[int(found['column'])]!r}" if found["column"] else ""
-        place = self._place(chunk, 0, int(found["row"]) - 1 - self._has_header(chunk))
+        name = f", column {self.file_columns[int(found['column'])]!r}" if found["column"] else ""
+        place = self._place(chunk, int(found["row"]) - 1 - self._has_header(chunk))
         raise UserError(
             f"{self.path}, {place}{name}: {found['text']}. Correct the row or remove it, convert "
             "the file to UTF-8 (iconv), or describe it in the specification (quotes, null_values, "
             "label_values)"
         ) from None
 
-    def _place(self, chunk: Chunk, before: int, row: int) -> str:
-        row += before
+    def _place(self, chunk: Chunk, row: int) -> str:
         with (
-            contextlib.suppress(csv.Error, StopIteration, *GZIP_ERRORS),
+            contextlib.suppress(csv.Error, StopIteration, UserError),
             self._rows(chunk.start) as rows,
-            self._mapped() as text,
+            open_file(self.path) as file,
         ):
-            ends = (rows.line_num for cells in rows if cells or len(self.names) == 1)
+            ends = (rows.line_num for cells in rows if cells or len(self.file_columns) == 1)
             line = next(itertools.islice(ends, row + self._has_header(chunk), None))
-            starts = range(0, chunk.start, BLOCK_BYTES)  # slices are copies
-            breaks = (text[a : min(a + BLOCK_BYTES, chunk.start)].count(b"\n") for a in starts)
-            return f"line {line + sum(breaks)}"
+            sizes = (min(BLOCK_BYTES, chunk.start - a) for a in range(0, chunk.start, BLOCK_BYTES))
+            line += sum(file.read(size).count(b"\n") for size in sizes)
+            return f"line {line}"
         return f"row {row + 1}"
 
     def _has_header(self, chunk: Chunk) -> bool:
@@ -209,9 +226,9 @@ class CsvSource(Source):
             with self._rows() as rows:
                 cells: list[str] = next(filter(None, rows), [])
                 "".join(cells).encode()
-        except (UnicodeEncodeError, csv.Error, *GZIP_ERRORS) as error:
+        except (UnicodeEncodeError, csv.Error) as error:
             raise UserError(
-                f"{self.path} is not a CSV file in UTF-8, gzipped or not: {clipped(str(error))}. "
+                f"{self.path} is not a CSV file in UTF-8: {clipped(str(error))}. "
                 "For parquet, set format = 'parquet' in the specification"
             ) from None
         if not cells:
@@ -222,19 +239,13 @@ class CsvSource(Source):
     def _rows(self, start: int = 0, strict: bool = False) -> Iterator[Any]:
         """Python's reader of the text from a byte on."""
         csv.field_size_limit(BLOCK_BYTES)
-        with gzip.open(self.path) if self.gzipped else open(self.path, "rb") as raw:
-            raw.seek(start)
-            text = io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", "")
+        with self._text(Chunk(start, self.size, 0), SCAN_BYTES) as (text, _):
             yield csv.reader(
-                text,
+                io.TextIOWrapper(text, "utf-8-sig", "surrogateescape", ""),
                 delimiter=self.spec.separator,
                 quoting=csv.QUOTE_MINIMAL if self.spec.quotes else csv.QUOTE_NONE,
                 strict=strict,
             )
-
-    def _mapped(self) -> mmap.mmap:
-        with open(self.path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _has_line_ends(batch: pa.RecordBatch) -> bool:

@@ -1,0 +1,265 @@
+"""Inputs at URLs, from a real S3 server (moto) and Python's HTTP server, both on this machine."""
+
+import functools
+import gzip
+import http.server
+import pickle
+import threading
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import fs
+
+from merlin_cowclip.workflows.data.adopt.validate import open_files
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.prepared_data import file_state
+from merlin_cowclip.workflows.data.sources import csv
+from merlin_cowclip.workflows.data.sources.base import unchanged
+from merlin_cowclip.workflows.data.sources.csv import CsvSource
+from merlin_cowclip.workflows.data.sources.files import expand_paths
+from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
+from merlin_cowclip.workflows.data.spec import DatasetSpec
+from merlin_cowclip.workflows.errors import UserError
+from tests.refused import TOY, toy_log
+
+SPEC = DatasetSpec("toy", "y", ("a",), ("n",), quotes=False)
+FRAME = pd.DataFrame({"y": [0, 1] * 3_000, "a": [f"u{i}" for i in range(6_000)], "n": 1.5})
+TEXT = FRAME.to_csv(index=False).encode()
+FILES = {
+    "log.csv": TEXT,
+    "log.csv.gz": gzip.compress(TEXT),
+    "log.csv.zst": pa.Codec("zstd").compress(TEXT, asbytes=True),
+    "log.parquet": FRAME.to_parquet(),
+    "bad.csv": TEXT.replace(b"1,u4999,1.5", b"2,u4999,1.5"),
+    "days/day=10/b.csv": b"y,a,n\n1,b,2\n",
+    "days/day=9/a b.csv": b"y,a,n\n0,a,1\n",
+    "days/day=9/_temporary/a.csv": b"y,a,n\n",
+    "days/_SUCCESS": b"",
+}
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Answers requests for a range, if told to."""
+
+    ranges: list[tuple[int, int]] | None = None
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        if self.ranges is None or "Range" not in self.headers:
+            return super().do_GET()
+        start, stop = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        self.ranges.append((start, stop))
+        with open(self.translate_path(self.path), "rb") as file:
+            file.seek(start)
+            content = file.read(stop + 1 - start)
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+        return None
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("files")
+    for name, content in FILES.items():
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_bytes(content)
+    return home
+
+
+@pytest.fixture
+def web(home):
+    """The address of a server of the files, and its handler."""
+    pytest.importorskip("aiohttp")
+    handler = type("Ranged", (Handler,), {"ranges": []})
+    bound = functools.partial(handler, directory=home)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), bound) as server:
+        server.handle_error = lambda *_: None  # a client that has enough hangs up
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", handler
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def bucket(home):
+    """Writes a key of the bucket; `url` is that of a key."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "test")
+        system = fs.S3FileSystem(
+            endpoint_override=f"127.0.0.1:{port}", scheme="http", allow_bucket_creation=True
+        )
+        system.create_dir("bucket")
+
+        def write(key, content):
+            with system.open_output_stream(f"bucket/{key}", compression=None) as file:
+                file.write(content)
+
+        write.url = lambda key, bucket="bucket": (
+            f"s3://{bucket}/{key}?endpoint_override=127.0.0.1:{port}&scheme=http"
+        )
+        for name, content in FILES.items():
+            write(name, content)
+        yield write
+    server.stop()
+
+
+@pytest.fixture(params=["s3", "http"])
+def url(request):
+    if request.param == "http":
+        address, _ = request.getfixturevalue("web")
+        return lambda name: f"{address}/{name}"
+    return request.getfixturevalue("bucket").url
+
+
+def source(path, root=None):
+    if ".parquet" in str(path):
+        return ParquetSource(DatasetSpec("toy", "y", ("a",), ("n",), format="parquet"), path)
+    return CsvSource(SPEC, path, root=root)
+
+
+def rows_of(log, size=20_000):
+    batches = [batch for chunk in log.chunks(size) for batch in log.batches(chunk)]
+    return pa.Table.from_batches(batches).to_pandas().astype({"a": str})[["y", "a", "n"]]
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("log")])
+def test_files(url, name):
+    ((path, root),) = expand_paths(url(name)).items()
+    assert str(path) == url(name)
+    log = pickle.loads(pickle.dumps(source(path, root)))  # as Dask sends it to a worker
+    log.check()
+    assert log.size == len(FILES[name])
+    pd.testing.assert_frame_equal(rows_of(log), FRAME, check_dtype=False)
+
+
+def test_a_large_file_is_read_in_ranges(web, monkeypatch):
+    address, handler = web
+    monkeypatch.setattr(csv, "SCAN_BYTES", 1_000)
+    monkeypatch.setattr(csv, "BLOCK_BYTES", 4_000)
+    log = source(f"{address}/log.csv")
+    log.check()
+    chunks = log.chunks(20_000)
+    assert len(chunks) == 4
+    handler.ranges.clear()
+    (*_, batch) = log.batches(chunks[2])
+    row = batch.to_pylist()[-1]
+    assert TEXT[: chunks[2].stop].decode().endswith(f"{row['y']},{row['a']},{row['n']}\n")
+    starts, stops = zip(*sorted(handler.ranges), strict=True)
+    assert starts[1:] == tuple(stop + 1 for stop in stops[:-1])  # nothing twice
+    assert (starts[0], stops[-1] + 1) == chunks[2][:2]
+    assert max(stop - start for start, stop in handler.ranges) < 4_000
+
+
+@pytest.mark.parametrize("given", ["days", "days/", "d*", "days/*/*.csv", "**/*.csv", "days/day=*"])
+def test_folders_and_globs(bucket, home, given):
+    """As of the same local files."""
+    local = [path for path in expand_paths(f"{home}/{given}") if "days" in str(path)]
+    remote = [path for path in expand_paths(bucket.url(given)) if "days" in path]
+    assert remote == [bucket.url(path.relative_to(home)) for path in local]
+    assert [path.name for path in local] == ["a b.csv", "b.csv"]
+
+
+def test_hive_columns(bucket):
+    spec = DatasetSpec("toy", "y", ("a", "day"))
+    logs = [
+        CsvSource(spec, file, root=root) for file, root in expand_paths(bucket.url("days")).items()
+    ]
+    rows = [
+        row for log in logs for batch in log.batches(*log.chunks(99)) for row in batch.to_pylist()
+    ]
+    assert rows == [{"y": 0, "a": "a", "day": "9"}, {"y": 1, "a": "b", "day": "10"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("s3:none.csv", r"no input file found for s3://bucket/none.csv\?"),
+        ("s3:none/*.csv", r"no input file found for s3://bucket/none/\*.csv\?"),
+        ("s3://nobucket/*", r"no input file found for s3://nobucket/\*"),
+        ("s3://nobucket/a.csv", "no input file found for s3://nobucket/a.csv"),
+        ("s3:days/_SUCCESS", "_SUCCESS.* is empty"),
+        ("s3://bucket/a?endpoint_override=127.0.0.1:9&scheme=http", "s3://bucket/a.*NETWORK_CONN"),
+        ("s3://bucket/a?regio=x", "s3://bucket/a.*regio"),
+        ("s3://id:secret@bucket/a", r"must not have a password. Received: s3://…@bucket/a\. Set"),
+        ("http:none.csv", r"no input file found for http://127.*none.csv\."),
+        ("http:*.csv", r"no input file found for http://127.*\*.csv\."),
+        ("http://127.0.0.1:9/a.csv", "no input file found for http://127.0.0.1:9/a.csv. Check"),
+        ("nowhere://a/b", "cannot read input file nowhere://a/b: Protocol not known: nowhere"),
+        ("abfs://a/b", "cannot read input file abfs://a/b: Install adlfs"),
+    ],
+)
+def test_inputs_that_are_not_there(bucket, web, path, message):
+    kind, _, name = path.partition(":")
+    if not name.startswith("//"):
+        path = bucket.url(name) if kind == "s3" else f"{web[0]}/{name}"
+    if "nobucket" in path:
+        path = bucket.url(path.rpartition("/")[2], "nobucket")
+    with pytest.raises(UserError, match=message) as caught:
+        expand_paths(path)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_bad_value_is_named_by_url_and_line(url):
+    log = source(url("bad.csv"))
+    with pytest.raises(UserError) as caught:
+        rows_of(log, 20_000)
+    assert f"{log.path}, line 5001, column 'y': the label is '2'" in str(caught.value)
+
+
+def test_a_connection_that_breaks(web, monkeypatch):
+    address, handler = web
+    log = source(f"{address}/log.csv")
+    chunks = log.chunks(20_000)
+
+    def broken(self):
+        self.connection.close()
+
+    monkeypatch.setattr(handler, "do_GET", broken)
+    with pytest.raises(UserError, match=f"cannot read input file {address}/log.csv: .*connection"):
+        list(log.batches(chunks[1]))
+    monkeypatch.undo()
+    handler.ranges = None  # as Python's server is
+    with pytest.raises(UserError, match=f"{address}/log.csv: .*support range requests"):
+        list(log.batches(chunks[1]))
+
+
+def test_a_file_that_changes(bucket):
+    bucket("changing.csv", TEXT)
+    log = source(bucket.url("changing.csv"))
+    message = "changing.csv.*was modified while it was being read"
+    with pytest.raises(UserError, match=message), unchanged([log]):
+        bucket("changing.csv", TEXT + b"1,x,2\n")
+
+
+def test_adopted_parquet(bucket):
+    """It is read at a URL, but not trained on."""
+    ((file,), (part,)) = (open_files(bucket.url(name)) for name in ("log.parquet", "*.parquet"))
+    assert (file, file.rows) == (part, len(FRAME))
+    with pytest.raises(
+        UserError, match=r"adopted parquet must be local. Received: s3://bucket/log"
+    ):
+        file_state(file.path)
+
+
+def test_prepare(bucket, tmp_path):
+    """From a folder of the bucket: the same data as from the same local files."""
+    (tmp_path / "logs").mkdir()
+    log = toy_log(tmp_path / "logs" / "log.csv")
+    bucket("toy/log.csv.gz", gzip.compress(log.read_bytes()))
+    prepared = [
+        prepare(TOY, given, tmp_path / name, progress=False)
+        for name, given in (("local", log.parent), ("remote", bucket.url("toy")))
+    ]
+    assert prepared[1].record["inputs"][0]["path"] == bucket.url("toy/log.csv.gz")
+    for part in ("train", "valid", "test"):
+        local, remote = (pq.read_table(data.path / part) for data in prepared)
+        assert local.equals(remote)
