@@ -196,9 +196,9 @@ def test_columns_of_any_name_are_renamed(tmp_path):
     log.to_csv(tmp_path / "log.csv", index=False)
     spec = DatasetSpec(
         "toy",
-        names["label"],
-        names["ids"],
-        names["numbers"],
+        label,
+        ids,
+        ("class",),
         ("the tags",),
         split=Split("sequential", 0.25, valid=0),
         hash_only={"用户": 8},
@@ -210,7 +210,7 @@ def test_columns_of_any_name_are_renamed(tmp_path):
     assert data.spec.renamed["class_2"] == "class"
     assert data.cardinalities["field_2"] == 10
     found = rows_of(data)
-    assert found["field"].tolist() == log[names["label"]][300:].tolist()
+    assert found["field"].tolist() == log[label][300:].tolist()
     texts = data.counts("user_id_token")["raw"].to_numpy()[found["user_id_token"]]
     assert (
         texts.tolist()

@@ -111,8 +111,8 @@ class DatasetSpec:
         hour: the column of times of which the hour, 0 to 23 UTC, becomes a field of ids ``hour``.
             Numbers are seconds since 1970; text is read by split.time_format.
         weekday: the same for the day of the week, 0 for Monday.
-        renamed: the columns of fields, or of the label, that have another name in the model. `prepare`
-            renames columns whose names TensorFlow cannot save.
+        renamed: the columns of fields, or of the label, that have another name in the model.
+            `prepare` renames columns whose names TensorFlow cannot save.
         non_finite: inf and NaN: "refuse" raises an error; "missing" treats them as missing.
 
     Raises:

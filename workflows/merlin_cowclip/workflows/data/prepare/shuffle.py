@@ -92,8 +92,8 @@ def write_parts(
     cuts = {}
     for part in PARTS:
         ranks = [job.start for job in files[part][1:]]
-        keys = functools.partial(_keys, scan, part, seed)
-        cuts[part] = key_cuts(keys, ranks) if ranks else np.zeros(0, np.uint64)
+        all_keys = functools.partial(_keys, scan, part, seed)
+        cuts[part] = key_cuts(all_keys, ranks) if ranks else np.zeros(0, np.uint64)
     runs: dict[str, list[Path]] = {part: [] for part in PARTS}
     with progress_bar("encoding", scan.rows, show=progress) as bar:
         for number, pieces in enumerate(scan.runs(memory // (MEMORY_SHARE * row_bytes))):
