@@ -6,6 +6,7 @@ import http.server
 import pickle
 import threading
 
+import fsspec
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -168,14 +169,20 @@ def test_folders_and_globs(bucket, home, given):
     assert [path.name for path in local] == ["a b.csv", "b.csv"]
 
 
-def test_hive_columns(bucket):
-    spec = DatasetSpec("toy", "y", ("a", "day"))
-    logs = [
-        CsvSource(spec, file, root=root) for file, root in expand_paths(bucket.url("days")).items()
-    ]
-    rows = [
-        row for log in logs for batch in log.batches(*log.chunks(99)) for row in batch.to_pylist()
-    ]
+@pytest.mark.parametrize("given", ["s3", "memory://days", "memory://days/day=*/*.csv"])
+def test_hive_columns(request, given):
+    """Of a file system of pyarrow, and of fsspec."""
+    if given == "s3":
+        given = request.getfixturevalue("bucket").url("days")
+    else:
+        system = fsspec.filesystem("memory")
+        system.pipe({f"/{name}": content for name, content in FILES.items() if "day=" in name})
+    spec, rows = DatasetSpec("toy", "y", ("a", "day")), []
+    for file, root in expand_paths(given).items():
+        log = CsvSource(spec, file, root=root)
+        log.check()
+        (batch,) = log.batches(*log.chunks(99))
+        rows += batch.to_pylist()
     assert rows == [{"y": 0, "a": "a", "day": "9"}, {"y": 1, "a": "b", "day": "10"}]
 
 

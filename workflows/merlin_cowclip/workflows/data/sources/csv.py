@@ -130,7 +130,8 @@ class CsvSource(Source):
 
             def read(size: int) -> bytes:
                 nonlocal start
-                block: bytes = file.read_at(min(size, chunk.stop - start), start)
+                wanted = min(size, chunk.stop - start)
+                block: bytes = file.read_at(wanted, start) if wanted else b""
                 start += len(block)
                 return block
 
