@@ -17,7 +17,7 @@ import pytest
 
 from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.adopt.pipeline import adopt
+from merlin_cowclip.workflows.data.adopt.adopt import adopt
 from merlin_cowclip.workflows.data.adopt.validate import open_files
 from merlin_cowclip.workflows.data.counts import read_counts
 from merlin_cowclip.workflows.data.prepared_data import PreparedData

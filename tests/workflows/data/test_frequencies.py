@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data import frequencies as module
-from merlin_cowclip.workflows.data.adopt.pipeline import adopt
+from merlin_cowclip.workflows.data.adopt.adopt import adopt
 from merlin_cowclip.workflows.data.counts import occurring_ids
 from merlin_cowclip.workflows.data.frequencies import Frequencies, distribution, frequencies
 from merlin_cowclip.workflows.data.spec import AVAZU

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.counts import read_counts
-from merlin_cowclip.workflows.data.prepare.executor import THREADS
 from merlin_cowclip.workflows.data.prepare.fit import write_ids
 from merlin_cowclip.workflows.data.prepare.statistics import MISSING, PADDING, UNKNOWN, IdStatistics
 from merlin_cowclip.workflows.data.prepared_data import ORDER, PARTS, PreparedData, write_record
@@ -27,23 +24,12 @@ from merlin_cowclip.workflows.progress import progress_bar
 def keep_top_ids(
     data: PreparedData, k: int, out: str | Path, *, progress: bool = True
 ) -> PreparedData:
-    """Keep the k most frequent IDs of every field; all others become unknown (2).
+    """Write prepared data, to ``out``, with the k most frequent IDs of every field.
 
-    Kept IDs are 3, 4, … by descending count. A missing ID counts as an ID: it stays 1 or becomes 2.
-    IDs that a threshold made unknown are never kept. Rows and row groups stay.
-
-    Args:
-        data: the prepared folder, not adopted.
-        k: IDs to keep per field.
-        out: the folder to write; must not exist.
-        progress: show progress bars on stderr.
-
-    Returns:
-        The new folder. Its record has ``derived_from`` (``path``, ``top_k``); the report is the
-        source's.
-
-    Raises:
-        UserError: a bad argument, adopted data, counts that cannot be read, or ``out`` exists.
+    All others become unknown (2). Kept IDs are 3, 4, … by descending count. A missing ID counts as
+    an ID: it stays 1 or becomes 2. IDs that a threshold made unknown are never kept. Rows and row
+    groups stay. The record has ``derived_from`` (``path``, ``top_k``); the report is the source's.
+    Raises UserError for a bad argument, adopted data, bad counts, or if ``out`` exists.
     """
     from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
 
@@ -52,9 +38,8 @@ def keep_top_ids(
     ranges = data.record.get("ranges")
     if ranges is None:  # adopted
         raise UserError(
-            "top-k needs data that 'merlin-cowclip prepare' wrote, for it cuts the vocabularies. "
-            f"Received: {data.path}, an adopted pipeline. Prepare its raw logs, or give Categorify "
-            "a max_size of K + 3"
+            f"{data.path} is an adopted pipeline, of which top-k cannot cut the vocabularies. "
+            "Prepare its raw data, or give Categorify a max_size of K + 3"
         )
     # What a threshold left is among the kept ids, or unknown.
     spec = dataclasses.replace(data.spec, freq_threshold=0, hash_buckets=1)
@@ -67,16 +52,13 @@ def keep_top_ids(
         sizes = {f: len(ids.by_id) if ids.by_id[UNKNOWN] else 0 for f, ids in kept.items()}
         gone = [field for field in kept if encode[field][MISSING] == UNKNOWN]
         save_fitted_workflow(spec, folder, ranges, max_size=sizes, missing_as_unknown=gone)
+        files = [(path, folder / part) for part in PARTS for path in data.footers(part)]
         for part in PARTS:
             (folder / part).mkdir()
-            files = [*data.footers(part)]
-            rewrite = functools.partial(_rewrite, folder=folder / part, encode=encode)
-            with (
-                progress_bar(part, len(files), " files", show=progress) as bar,
-                ThreadPoolExecutor(THREADS) as pool,
-            ):
-                for _ in pool.map(rewrite, files):
-                    bar.update()
+        with progress_bar("top-k", len(files), " files", show=progress) as bar:
+            for source, part_folder in files:
+                _rewrite(source, part_folder, encode)
+                bar.update()
         if (data.path / ORDER).exists():  # rows keep their order
             shutil.copyfile(data.path / ORDER, folder / ORDER)
         record = {
