@@ -221,9 +221,6 @@ def test_what_adopt_prints(adopted):
     ids = sum(int(of_field.sum()) for of_field in occur.values())
     assert printed.splitlines()[11:] == [
         "Note: left out, tagged neither categorical nor continuous: 'comment'",
-        "Note: raw rows cannot be scored or served: Categorify(num_buckets=…) computes "
-        "'site_hashed' from other rows, or from the row number, as NVTabular's hash on a CPU does. "
-        "Fit without it, or give `predict` the parquet that the workflow wrote",
         f"4,800 training, 0 validation, 1,200 test rows, {ids} ids in 6 fields: {data.path}",
     ]
 
@@ -601,8 +598,12 @@ def test_bad_workflows(home, log, tmp_path):
     shutil.copytree(home / "workflow", given)
     path = given / "categories" / "unique.user.parquet"
     vocabulary = pd.read_parquet(path)
-    vocabulary[:-2].to_parquet(path)
-    refused("user.parquet has 58 ids, but the schema gives 'user' 63. Give Categorify an out_path")
+    pd.concat([vocabulary] * 2).to_parquet(path)
+    refused("'user' has 120 raw ids, but 63 ids in the schema. Give Categorify an out_path of its")
+
+    shutil.copytree(home / "workflow", given)
+    (given / "categories" / "unique.user.parquet").unlink()
+    refused("in lacks categories/unique.user.parquet. Copy the whole folder, or fit with an absol")
 
     unfitted = nvt.Workflow(["user"] >> ops.Categorify(out_path=str(given)))
     unfitted.save(str(given))

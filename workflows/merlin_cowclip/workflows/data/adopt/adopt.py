@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from merlin_cowclip.workflows.data.adopt import graph, validate
-from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow, why_not_raw
+from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.adopt.skew import check_skew
 from merlin_cowclip.workflows.data.counts import write_counts
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_schema
@@ -60,7 +60,8 @@ def adopt(
 ) -> PreparedData:
     """Make a prepared folder, at ``out``, of parquet that an NVTabular workflow wrote.
 
-    The model's inputs are the columns that the workflow's schema tags as categorical (with an int
+    The folder refers to the parquet, and has a copy of the workflow, the schema and the counts. The
+    model's inputs are the columns that the workflow's schema tags as categorical (with an int
     domain, as Categorify gives it) and as continuous. ``record["notes"]`` says what was left out.
 
     Args:
@@ -68,8 +69,7 @@ def adopt(
         workflow: a folder that ``nvtabular.Workflow.save`` wrote. Loading it runs code from it
             (cloudpickle): give only your own.
         label: the parquet's column of 0 and 1.
-        out: the folder to make; must not exist. It refers to the parquet, and holds a copy of the
-            workflow, the schema and the counts.
+        out: the folder to make; must not exist.
         valid: the validation part, or None: a run is then not measured after each epoch.
         test: the test part, or None: a run then has no test metrics.
         check_raw: parquet with the raw rows. Some 10,000 are encoded by the copied workflow, and
@@ -77,8 +77,7 @@ def adopt(
         progress: show a progress bar on stderr.
 
     Raises:
-        UserError: bad input, or raw rows that are encoded otherwise than in the parquet; nothing is
-            left behind.
+        UserError: bad input, or raw rows that are encoded otherwise; nothing is left behind.
     """
     out, workflow = Path(out), Path(workflow)
     refuse_existing(out)
@@ -108,6 +107,11 @@ def adopt(
         for name, by_id in counts.items():
             vocabulary = inputs.columns[name].vocabulary
             texts = pa.nulls(0, pa.string()) if vocabulary is None else vocabulary.raw()
+            if len(texts) > max(len(by_id) - 3, 0):  # after padding, missing and unknown
+                raise UserError(
+                    f"{name!r} has {len(texts):,} raw ids, but {len(by_id):,} ids in the schema. "
+                    "Give Categorify an out_path of its own, and fit again"
+                )
             write_counts(folder / "counts", name, by_id, texts)
         save_schema(inputs.schema, folder)
         record = {
@@ -154,17 +158,16 @@ def _inputs_of(folder: Path, files: list[validate.InputFile], label: str, name: 
     check_input_names(spec)
     validate.check_columns(spec, files, labelled=True)
     others = [c for c in roles if not roles[c]]
-    notes, others = [], others + [c for c in stored.names if c not in (label, *roles)]
-    if others:
-        notes.append(f"left out, tagged neither categorical nor continuous: {quoted(others)}")
-    if reason := why_not_raw({c: columns[c] for c in spec.fields}):
-        notes.append(f"raw rows cannot be scored or served: {reason}")
-    cardinalities = {c: _cardinality(found[c], columns[c].vocabulary) for c in spec.ids}
+    others += [c for c in stored.names if c not in (label, *roles)]
+    left_out = f"left out, tagged neither categorical nor continuous: {quoted(others)}"
+    cardinalities = {c: _cardinality(found[c]) for c in spec.ids}
     domains_of({c: found[c] for c in spec.ids}, cardinalities)
     tags, kind = [Tags.TARGET, Tags.BINARY_CLASSIFICATION], stored.field(label).type
     target = ColumnSchema(label, tags=tags, dtype=np.dtype(kind.to_pandas_dtype()))
     inputs = [_input(found[c], stored.field(c).type, columns[c], c in ids) for c in spec.fields]
-    return _Inputs(spec, Schema([target, *inputs]), cardinalities, columns, notes)
+    return _Inputs(
+        spec, Schema([target, *inputs]), cardinalities, columns, [left_out] * bool(others)
+    )
 
 
 def _role(column: ColumnSchema, is_statistic: bool) -> str | None:
@@ -180,8 +183,8 @@ def _role(column: ColumnSchema, is_statistic: bool) -> str | None:
     return "number" if tags & {Tags.CATEGORICAL, Tags.CONTINUOUS} else None
 
 
-def _cardinality(column: ColumnSchema, vocabulary: graph.Vocabulary | None) -> int:
-    """Number of ids of a field, by the schema; a vocabulary's are the last ones."""
+def _cardinality(column: ColumnSchema) -> int:
+    """Number of ids of a field."""
     domain = column.int_domain
     if domain is None or domain.max is None:
         raise UserError(
@@ -189,16 +192,7 @@ def _cardinality(column: ColumnSchema, vocabulary: graph.Vocabulary | None) -> i
             "range of ids. Encode it with Categorify, or add "
             'AddMetadata(properties={"domain": {"min": 0, "max": …}})'
         )
-    cardinality = int(domain.max) + 1
-    if vocabulary is not None:
-        held = vocabulary.dataset.count_rows()
-        special = cardinality - held  # padding, missing, and unknown or hashed ids
-        if special < 3 or (special > 3 and not column.properties.get("num_buckets")):
-            raise UserError(
-                f"{vocabulary.path} has {held:,} ids, but the schema gives {column.name!r} "
-                f"{cardinality:,}. Give Categorify an out_path of its own, and fit again"
-            )
-    return cardinality
+    return int(domain.max) + 1
 
 
 def _input(

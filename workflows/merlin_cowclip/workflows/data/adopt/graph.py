@@ -7,7 +7,7 @@ Imports NVTabular.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ _KEEP_VALUES = (
     *(ops.ReduceDtypeSize, ops.ValueCount, ops.DataStats, ops.DropLowCardinality),
     *(ops.Filter, ops.Dropna),
 )
-_MIX_COLUMNS = (ops.Filter, ops.Dropna, ops.Groupby, ops.DifferenceLag)
+_MIX_COLUMNS = (ops.Filter, ops.Dropna, ops.Groupby, ops.DifferenceLag, ops.JoinExternal, Subgraph)
 
 
 def load_saved(folder: str | Path) -> nvt.Workflow:
@@ -72,12 +72,9 @@ def load_saved(folder: str | Path) -> nvt.Workflow:
     return workflow
 
 
-def nodes(output_node: dag.Node) -> Iterator[dag.Node]:
+def nodes(output_node: dag.Node) -> list[dag.Node]:
     """All nodes of a graph, with those of each `Subgraph`."""
-    for node in dag.postorder_iter_nodes(output_node):
-        if isinstance(node.op, Subgraph):
-            yield from nodes(node.op.graph.output_node)
-        yield node
+    return list(dag.postorder_iter_nodes(output_node, flatten_subgraphs=True))
 
 
 def operator_name(op: Any) -> str:
@@ -135,19 +132,15 @@ class Column:
         return any(isinstance(op, _STATISTICS) for op in self.operators)
 
 
-def trace(output_node: dag.Node, before: Mapping[str, Column] | None = None) -> dict[str, Column]:
-    """Follow columns through a fitted graph, from those ``before`` it (raw ones) to its output."""
+def trace(output_node: dag.Node) -> dict[str, Column]:
+    """Follow columns through a fitted graph to its output."""
     found: dict[dag.Node, dict[str, Column]] = {}
     for node in dag.postorder_iter_nodes(output_node):
-        names = node.input_schema.column_names
-        given = {name: (before or {}).get(name, Column(frozenset({name}))) for name in names}
+        given = {name: Column(frozenset({name})) for name in node.input_schema.column_names}
         for above in node.parents_with_dependencies:
             given |= found[above]  # the last of two columns with one name, as in NVTabular
-        if isinstance(node.op, Subgraph):
-            found[node] = trace(node.op.graph.output_node, given)
-        else:
-            outputs = node.output_schema.column_names
-            found[node] = {name: _computed(node, name, given) for name in outputs}
+        outputs = node.output_schema.column_names
+        found[node] = {name: _computed(node, name, given) for name in outputs}
     return found[output_node]
 
 
@@ -160,9 +153,6 @@ def _computed(node: dag.Node, name: str, given: Mapping[str, Column]) -> Column:
     names = mapped if is_stock and not mixes else list(given)
     if isinstance(op, _STATISTICS):  # not of the target or the numbers
         names = [one for one in mapped if one in node.selector.names]
-    elif isinstance(op, ops.JoinExternal):
-        names, keeps = [op.on] if isinstance(op.on, str) else [*op.on], name in given
-        names = [name, *names] if keeps else names
     inputs = [given[one] for one in names if one in given]
     operators = [*(by for one in inputs for by in one.operators), *([] if keeps else [op])]
     source = given.get(mapped[0], Column()) if len(mapped) == 1 else Column()

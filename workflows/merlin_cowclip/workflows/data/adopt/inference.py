@@ -14,7 +14,6 @@ import pyarrow.types as kinds
 
 from merlin_cowclip.workflows.data.adopt.graph import Column, nodes, operator_name, trace
 from merlin_cowclip.workflows.data.adopt.validate import is_list
-from merlin_cowclip.workflows.data.prepare.operators import EncodeIds
 from merlin_cowclip.workflows.data.sources.base import is_text
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
@@ -25,27 +24,32 @@ with quiet_imports():
     from nvtabular import ops
     from nvtabular.ops.categorify import NULL_OFFSET
 
-_NOT_BY_ROW = (ops.HashBucket, ops.HashedCross, ops.Groupby, ops.DifferenceLag)
+
+_BY_OTHER_ROWS = (ops.HashBucket, ops.HashedCross, ops.Groupby, ops.DifferenceLag)
 
 
 class InferenceWorkflow:
     """A saved workflow for rows that it was not fitted on; the workflow is changed in place.
 
     `TargetEncoding` uses the statistics of all rows of the fit, not those of folds. Raw columns
-    that no model input depends on, such as the label, may be missing. Raises UserError if it
-    cannot encode rows one by one.
+    that no model input depends on, such as the label, may be missing.
 
     Attributes:
         types: raw column → Arrow type at the fit; None if the workflow does not know it.
         required: raw columns that a model input depends on.
-        of_label: raw columns that the label is computed from; None if the workflow has no label.
     """
 
     def __init__(self, workflow: nvt.Workflow, spec: DatasetSpec) -> None:
         outputs = trace(workflow.output_node)
         columns = {name: outputs[name] for name in spec.fields}
-        if reason := why_not_raw(columns):
-            raise UserError(f"raw rows cannot be encoded: {reason}")
+        for op in (op for column in columns.values() for op in column.operators):
+            is_hash = isinstance(op, ops.Categorify) and bool(op.num_buckets)
+            if is_hash or isinstance(op, _BY_OTHER_ROWS):
+                raise UserError(
+                    f"raw rows cannot be encoded: {operator_name(op)}{'(num_buckets=…)' * is_hash} "
+                    "depends on other rows or, as NVTabular's hash on a CPU, on the row number. "
+                    "Give the parquet that the workflow wrote, or fit without it"
+                )
         for node in nodes(workflow.output_node):
             if isinstance(node.op, ops.TargetEncoding):
                 node.op.kfold = 1
@@ -55,11 +59,11 @@ class InferenceWorkflow:
         self.workflow, self.types = workflow, _types(workflow, outputs)
         self.columns = list(self.types)
         self.required = frozenset().union(*(column.raw for column in columns.values()))
-        self.of_label = outputs[spec.label].raw if spec.label in outputs else None
+        self._of_label = outputs[spec.label].raw if spec.label in outputs else None
 
     def has_label(self, given: Sequence[str]) -> bool:
         """Whether the label is computed from columns that are there."""
-        return self.of_label is not None and self.of_label <= set(given)
+        return self._of_label is not None and self._of_label <= set(given)
 
     def transform(
         self, columns: Mapping[str, Any], where: object, may_drop: bool = False
@@ -104,20 +108,6 @@ def halves(rows: int) -> Iterator[slice]:
     first = 0
     while first < rows:
         yield slice(first, first := first + max(1, (rows - first) // 2))
-
-
-def why_not_raw(fields: Mapping[str, Column]) -> str | None:
-    """Why the rows of some columns cannot be encoded one by one; None if they can."""
-    for name, column in fields.items():
-        for op in column.operators:
-            is_stock = isinstance(op, ops.Categorify) and not isinstance(op, EncodeIds)
-            if isinstance(op, _NOT_BY_ROW) or (is_stock and op.num_buckets):
-                return (
-                    f"{operator_name(op)}{'(num_buckets=…)' * is_stock} computes {name!r} from "
-                    "other rows, or from the row number, as NVTabular's hash on a CPU does. Fit "
-                    "without it, or give `predict` the parquet that the workflow wrote"
-                )
-    return None
 
 
 class NullSafeCategorify(ops.Categorify):

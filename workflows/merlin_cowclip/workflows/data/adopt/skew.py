@@ -43,12 +43,12 @@ def check_skew(
     numbers = rows.select_dtypes("floating").astype("float64").where(np.isfinite)
     ends = pd.concat([1e-3 * numbers.std(ddof=0), 1e-5 * numbers.abs().max()], axis=1)
     widths = ends.max(axis=1).replace(0, 1).fillna(1).to_dict()
-    wanted = [_hashes(_cut(rows, widths, shift)) for shift in SHIFTS]
+    wanted = [_hashes(rows, widths, shift) for shift in SHIFTS]
     found = np.zeros(len(rows), bool)
     for _, batch in batches(encoded, fields, BATCH_ROWS):
         frame = batch.to_pandas()
         for keys, shift in zip(wanted, SHIFTS, strict=True):
-            found |= np.isin(keys, _hashes(_cut(frame, widths, shift)))
+            found |= np.isin(keys, _hashes(frame, widths, shift))
     if found.all():
         return [sizes] if len(rows) < taken else []
     lost, most, differ = rows[~found][:1], -1, ""
@@ -105,5 +105,5 @@ def _cut(rows: pd.DataFrame, widths: Mapping[str, float], shift: float) -> pd.Da
     return found
 
 
-def _hashes(rows: pd.DataFrame) -> np.ndarray:
-    return pd.util.hash_pandas_object(rows, index=False).to_numpy()
+def _hashes(rows: pd.DataFrame, widths: Mapping[str, float], shift: float) -> np.ndarray:
+    return pd.util.hash_pandas_object(_cut(rows, widths, shift), index=False).to_numpy()
