@@ -371,8 +371,10 @@ def test_statistics_are_numbers(tmp_path):
     means = items >> ops.TargetEncoding(target, kfold=3, out_path=out) >> ops.Normalize()
     counted = items >> ops.JoinGroupby(cont_cols=["price"], stats=["count"], out_path=out)
     other = ["price"] >> ops.Normalize() >> ops.AddMetadata(tags=[Tags.REGRESSION, Tags.TARGET])
-    data = adopted_from(tmp_path, log, items + means + counted + target + other)
-    assert data.spec.categorical == ("item",)
+    groups = counted >> ops.Bucketize({"item_count": [119]}) >> ops.Rename(name="group")
+    groups = groups >> ops.Categorify(out_path=f"{tmp_path}/2")
+    data = adopted_from(tmp_path, log, items + means + counted + groups + target + other)
+    assert data.spec.categorical == ("item", "group")
     assert data.spec.continuous == ("TE_item_click", "item_count")
     assert not {Tags.TARGET, Tags.BINARY_CLASSIFICATION} & set(data.schema["TE_item_click"].tags)
 

@@ -143,7 +143,7 @@ def _inputs_of(folder: Path, files: list[validate.InputFile], label: str, name: 
     if not workflow.output_schema:
         raise UserError(f"{folder} is not fitted: it has no schema. Save it after fit")
     columns, found = graph.trace(workflow.output_node), workflow.output_schema
-    roles = {c.name: _role(c, columns[c.name].is_statistic) for c in found if c.name != label}
+    roles = {c.name: _role(c, columns[c.name]) for c in found if c.name != label}
     ids, numbers = ([c for c in roles if roles[c] == role] for role in ("id", "number"))
     if not ids:
         raise UserError(
@@ -160,22 +160,21 @@ def _inputs_of(folder: Path, files: list[validate.InputFile], label: str, name: 
     others = [c for c in roles if not roles[c]]
     others += [c for c in stored.names if c not in (label, *roles)]
     left_out = f"left out, tagged neither categorical nor continuous: {quoted(others)}"
+    notes = [left_out] if others else []
     cardinalities = {c: _cardinality(found[c]) for c in spec.ids}
     domains_of({c: found[c] for c in spec.ids}, cardinalities)
     tags, kind = [Tags.TARGET, Tags.BINARY_CLASSIFICATION], stored.field(label).type
     target = ColumnSchema(label, tags=tags, dtype=np.dtype(kind.to_pandas_dtype()))
     inputs = [_input(found[c], stored.field(c).type, columns[c], c in ids) for c in spec.fields]
-    return _Inputs(
-        spec, Schema([target, *inputs]), cardinalities, columns, [left_out] * bool(others)
-    )
+    return _Inputs(spec, Schema([target, *inputs]), cardinalities, columns, notes)
 
 
-def _role(column: ColumnSchema, is_statistic: bool) -> str | None:
+def _role(column: ColumnSchema, known: graph.Column) -> str | None:
     """Whether a column is an "id", a "number" or a "target", by its tags; None for others.
 
     NVTabular gives statistics the tags of the ids and targets that they are computed from.
     """
-    tags = set(column.tags)
+    tags, is_statistic = set(column.tags), known.is_statistic and known.vocabulary is None
     if tags & _TARGETS and not is_statistic:
         return "target"
     if Tags.CATEGORICAL in tags and not is_statistic:
