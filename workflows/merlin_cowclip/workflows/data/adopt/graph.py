@@ -109,7 +109,7 @@ class Vocabulary:
         """Raw ids as text, by id; null for combined ones."""
         if self.type is None:
             return pa.chunked_array([pa.nulls(self.dataset.count_rows(), pa.string())])
-        column = self.dataset.to_table([self.storage])[self.storage].cast(self.type)
+        column = self.dataset.to_table(columns=[self.storage])[self.storage].cast(self.type)
         try:  # integers beside a null are floats in pandas
             is_float = pa.types.is_floating(column.type)
             return (column.cast(pa.int64()) if is_float else column).cast(pa.string())
