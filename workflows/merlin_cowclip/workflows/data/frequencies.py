@@ -13,7 +13,7 @@ import pandas as pd
 
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.scaling import K
-from merlin_cowclip.workflows.data.counts import counts_of_ids, read_counts
+from merlin_cowclip.workflows.data.counts import counts_of_ids
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing
@@ -80,14 +80,14 @@ def frequencies(
     ):
         lines = []
         for field in data.spec.ids:
-            lines.append(_summary(field, _counts(data, field), rows, sizes))
+            lines.append(_summary(field, counts_of_ids(data, [field]), rows, sizes))
             bar.update(1)
         by_domain = np.concatenate([counts_of_ids(data, names) for names in data.domains])
         summary = pd.DataFrame([*lines, _summary(None, by_domain, rows, sizes)])
         summary.to_parquet(folder / "summary.parquet", index=False)
         names = [line["field"] for line in sorted(lines, key=lambda line: line["ids"])]
         panels = fields or dict.fromkeys(names[i] for i in (0, len(names) // 2, -1))
-        figure = plot({name: _counts(data, name) for name in panels}, rows, sizes)
+        figure = plot({name: counts_of_ids(data, [name]) for name in panels}, rows, sizes)
         figure.savefig(folder / "frequencies.png")
     return Frequencies(out, summary)
 
@@ -110,11 +110,6 @@ def plot(counts: Mapping[str, np.ndarray], rows: int, batch_sizes: Sequence[int]
             panel.axhline(rows / size, color="tab:red", linestyle="--")
             panel.text(edges[-1], rows / size, f"P = 1/{_short(size)}", ha="right", clip_on=True)
     return figure
-
-
-def _counts(data: PreparedData, field: str) -> np.ndarray:
-    counts: np.ndarray = read_counts(data, field)["count"].to_numpy()
-    return counts
 
 
 def _summary(
