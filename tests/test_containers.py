@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import yaml
@@ -22,62 +21,44 @@ ENTRYPOINT = (CONTAINERS / "entrypoint.sh").read_text(encoding="utf-8")
 DOCKERFILES = ("cpu.Dockerfile", "ngc.Dockerfile")
 
 
-class Instruction(NamedTuple):
-    name: str
-    value: str
-
-
-def instructions(name: str) -> list[Instruction]:
+def instructions(name: str) -> list[tuple[str, str]]:
+    """Of a Dockerfile: word and value."""
     text = (CONTAINERS / name).read_text(encoding="utf-8")
     text = re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", "")
     split = [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
-    return [Instruction(word.upper(), value) for word, value in split]
+    return [(word.upper(), value) for word, value in split]
 
 
 def values(name: str, instruction: str) -> list[str]:
-    return [one.value for one in instructions(name) if one.name == instruction]
+    return [value for word, value in instructions(name) if word == instruction]
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_the_base_is_pinned_and_the_user_is_not_root(name):
+def test_base_user_labels_and_entry_point(name):
     base, *_ = values(name, "ARG")
     image, _, digest = base.removeprefix("BASE=").partition("@")
     assert values(name, "FROM") == ["${BASE}"]
     assert "." in image.split("/")[0]  # named in full, as Podman and Buildah need it
     assert re.search(r":.*\d", image)
     assert re.fullmatch(r"(sha256:[0-9a-f]{64})?", digest)
-    user = values(name, "USER")[-1]
+    user, runs = values(name, "USER")[-1], values(name, "RUN")
     assert int(user) > 0
-    order = [one.name for one in instructions(name)]
+    order = [word for word, _ in instructions(name)]
     assert "RUN" not in order[len(order) - order[::-1].index("USER") :]
-    assert any(f"useradd --uid {user} " in run for run in values(name, "RUN"))
-
-
-@pytest.mark.parametrize("name", DOCKERFILES)
-def test_labels_and_entry_point(name):
+    assert any(f"useradd --uid {user} " in run for run in runs)
+    (folders,) = re.findall(r"install -d -m 1777 -o \w+ -g \w+ (.*)", runs[0])  # for every user
+    assert {"/home/cowclip", "/home/cowclip/data", "/home/cowclip/runs"} <= set(folders.split())
+    assert {"HOME=/home/cowclip", "USER=cowclip"} <= set(values(name, "ENV")[-1].split())
     words = [w.split("=", 1) for value in values(name, "LABEL") for w in shlex.split(value)]
     labels = {key.removeprefix("org.opencontainers.image."): value for key, value in words}
-    assert labels["title"] == project()["name"]
-    assert labels["version"] == "${VERSION}"
+    assert (labels["title"], labels["version"]) == (project()["name"], "${VERSION}")
     (entry,) = values(name, "ENTRYPOINT")
     assert json.loads(entry) == ["merlin-cowclip-entrypoint"]
-    copied = {path for run in values(name, "RUN") for path in re.findall(r"containers/\S+", run)}
+    assert values(name, "HEALTHCHECK") == []  # of a command that ends
+    copied = {path for run in runs for path in re.findall(r"containers/\S+", run)}
     admitted = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert copied <= {rule[1:] for rule in admitted if rule.startswith("!")}
     assert all((ROOT / path).exists() for path in copied)
-
-
-@pytest.mark.parametrize("name", DOCKERFILES)
-def test_every_user_can_write(name):
-    (folders,) = re.findall(r"install -d -m 1777 -o \w+ -g \w+ (.*)", values(name, "RUN")[0])
-    assert {"/home/cowclip", "/home/cowclip/data", "/home/cowclip/runs"} <= set(folders.split())
-    environment = values(name, "ENV")[-1]
-    assert {"HOME=/home/cowclip", "USER=cowclip"} <= set(environment.split())
-
-
-@pytest.mark.parametrize("name", DOCKERFILES)
-def test_a_command_that_ends_has_no_health_check(name):
-    assert values(name, "HEALTHCHECK") == []
 
 
 @pytest.mark.parametrize(
@@ -103,9 +84,6 @@ def test_the_entry_point(tmp_path, words, runs):
         check=True,
     )
     assert done.stdout.strip() == runs
-
-
-def test_the_entry_point_hides_no_command():
     (programs,) = re.findall(r"^  (.* \| .*)\) ;;", ENTRYPOINT, re.MULTILINE)
     assert cli.commands.keys().isdisjoint(programs.split(" | "))
 
@@ -127,14 +105,11 @@ def test_what_nvidias_image_lacks_is_listed():
     assert names - IMAGE <= {canonicalize_name(one.name) for one in listed}
 
 
-def services() -> dict[str, dict]:
-    return yaml.safe_load((CONTAINERS / "compose.yaml").read_text(encoding="utf-8"))["services"]
-
-
 def test_the_services():
     parsed = yaml.safe_load((CONTAINERS / "compose.yaml").read_text(encoding="utf-8"))
-    assert parsed["services"].keys() == {"demo", "notebooks", "test", "serve", "demo-cpu"}
-    for name, service in parsed["services"].items():
+    services = parsed["services"]
+    assert services.keys() == {"demo", "notebooks", "test", "serve", "demo-cpu"}
+    for name, service in services.items():
         assert (CONTAINERS / service["build"]["context"]).resolve() == ROOT
         dockerfile = Path(service["build"]["dockerfile"])
         assert service["image"] == f"merlin-cowclip:{dockerfile.stem}"
@@ -147,24 +122,21 @@ def test_the_services():
         assert ("deploy" in service) == (name != "demo-cpu")
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
     for name in ("demo", "demo-cpu"):
-        words = parsed["services"][name]["command"]
+        words = services[name]["command"]
         cli.commands[words[0]].make_context(words[0], words[1:])
-
-
-def test_the_service_test_is_make_test_gpu():
     recipe = re.search(r"^test-gpu:.*\n\t@(.*)$", MAKEFILE, re.MULTILINE)
-    service = services()["test"]
     of_make = recipe.group(1).replace("$(GPU_PYTHON)", "python3").split()
-    settings = [f"{name}={value}" for name, value in service["environment"].items()]
-    assert [*settings, *service["command"][:3], service["command"][-1]] == of_make
+    settings = [f"{key}={value}" for key, value in services["test"]["environment"].items()]
+    words = services["test"]["command"]
+    assert [*settings, *words[:3], words[-1]] == of_make
 
 
 @pytest.mark.extended
 def test_gpu_tests_need_only_pytest():
     """It has pytest, and neither pytest-xdist nor hypothesis."""
     lacking = "import sys; sys.modules.update(dict.fromkeys(('xdist', 'hypothesis')))"
-    words = services()["test"]["command"][3:]
-    call = f"{lacking}; import pytest; sys.exit(pytest.main({[*words, '--collect-only', '-q']}))"
+    words = ["-p", "no:cacheprovider", "tests/gpu", "--collect-only", "-q"]
+    call = f"{lacking}; import pytest; sys.exit(pytest.main({words}))"
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
     done = subprocess.run(

@@ -17,7 +17,7 @@ import pytest
 
 from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.adopt.pipeline import adopt
+from merlin_cowclip.workflows.data.adopt.adopt import adopt
 from merlin_cowclip.workflows.data.adopt.validate import open_files
 from merlin_cowclip.workflows.data.counts import read_counts
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
@@ -157,7 +157,7 @@ def clicks():
 # What is written
 
 
-def test_the_folder_refers_to_the_parquet(data, home):
+def test_what_is_written(data, home):
     assert {p.name for p in data.path.iterdir()} == {
         *(".merlin", "counts", "prepare.json", "schema.pbtxt", "workflow")
     }
@@ -165,40 +165,26 @@ def test_the_folder_refers_to_the_parquet(data, home):
     assert data.test_files == sorted((home / "test").glob("part_*.parquet"))
     assert data.rows == {"train": TRAIN, "valid": 0, "test": ROWS - TRAIN}
     assert [p.name for p in home.glob(".*")] == []
-
-
-def test_roles(data):
-    spec = data.spec
+    spec, schema = data.spec, data.schema
     assert (spec.name, spec.label, spec.format) == ("data", "click", "parquet")
     assert spec.categorical == ("user", "item", "src", "dst", "site_hashed")
-    assert spec.lists == ("genres",)
-    assert spec.continuous == ("price", "visits")
+    assert (spec.lists, spec.continuous) == (("genres",), ("price", "visits"))
     assert data.cardinalities == {
         **{"user": 60 + 3, "item": 14 + 3, "src": 12 + 3, "dst": 12 + 3},
         **{"site_hashed": 25, "genres": 6 + 3},
     }
-
-
-def test_schema(data):
-    schema = data.schema
-    assert schema.column_names == ["click", *data.spec.fields]
+    assert schema.column_names == ["click", *spec.fields]
     assert schema.select_by_tag(Tags.TARGET).column_names == ["click"]
-    assert set(schema.select_by_tag(Tags.CATEGORICAL).column_names) == set(data.spec.ids)
+    assert set(schema.select_by_tag(Tags.CATEGORICAL).column_names) == set(spec.ids)
     assert Tags.ITEM in schema["genres"].tags
     assert (schema["genres"].is_list, schema["user"].is_list) == (True, False)
+    train = read(home / "train")
     for field, cardinality in data.cardinalities.items():
         assert schema[field].int_domain.max == cardinality - 1
         assert (data.path / "workflow" / schema[field].properties["cat_path"]).is_file()
-
-
-def test_counts_are_those_of_pandas(data, home):
-    train = read(home / "train")
-    for field, cardinality in data.cardinalities.items():
-        counts = data.counts(field)
-        assert counts["id"].tolist() == list(range(cardinality))
         ids = train[field].explode().astype("int64")
         expected = ids.value_counts().reindex(range(cardinality), fill_value=0)
-        np.testing.assert_array_equal(counts["count"], expected)
+        np.testing.assert_array_equal(data.counts(field)["count"], expected)
 
 
 def test_raw_ids_are_those_of_the_log(data, home, log):
@@ -235,9 +221,6 @@ def test_what_adopt_prints(adopted):
     ids = sum(int(of_field.sum()) for of_field in occur.values())
     assert printed.splitlines()[11:] == [
         "Note: left out, tagged neither categorical nor continuous: 'comment'",
-        "Note: raw rows cannot be scored or served: NVTabular hashed ids of 'site_hashed', and its "
-        "hash on a CPU depends on the row number. Fit without HashBucket, HashedCross and "
-        "num_buckets",
         f"4,800 training, 0 validation, 1,200 test rows, {ids} ids in 6 fields: {data.path}",
     ]
 
@@ -268,14 +251,11 @@ def run(data, home) -> Run:
     return Run.open(home / "run")
 
 
-def test_it_trains_and_learns(run, data):
+def test_it_trains_and_evaluates(run, data, home, tmp_path, capsys):
     """Fields of one vocabulary share their rows."""
     assert run.result["auc"] > 0.7
     assert run.config["table_rows"] == data.table_rows < sum(data.cardinalities.values())
     assert run.config["rows"] == {"train": TRAIN, "valid": 0, "test": ROWS - TRAIN}
-
-
-def test_evaluate_prints_the_same(run, data, home, tmp_path, capsys):
     assert command("evaluate", run.path) == 0
     (line,) = capsys.readouterr().out.splitlines()
     auc, loss = run.result["auc"], run.result["log_loss"]
@@ -382,18 +362,20 @@ def test_ids_that_only_the_workflow_knows(log, tmp_path):
         run_of(made[0], tmp_path / "run").check_vocabulary(made[1])
 
 
-@pytest.mark.parametrize("is_scaled", [False, True])
-def test_a_targets_means_are_inputs_however_the_target_was_named(tmp_path, is_scaled):
-    """Of a node NVTabular hands the target's tags on to them."""
+def test_statistics_are_numbers(tmp_path):
+    """NVTabular gives them the tags and the domain of their ids and targets."""
     log = pd.DataFrame({"click": np.arange(600) % 2, "item": np.arange(600) % 5})
     log, out = log.assign(price=np.arange(600) % 7 + 0.5), str(tmp_path / "fitted")
+    items = ["item"] >> ops.Categorify(out_path=out)
     target = clicks()
-    means = ["item"] >> ops.TargetEncoding(target, kfold=3, out_path=out)
-    means = means >> ops.Normalize() if is_scaled else means
-    ids = ["item"] >> ops.Categorify(out_path=out)
+    means = items >> ops.TargetEncoding(target, kfold=3, out_path=out) >> ops.Normalize()
+    counted = items >> ops.JoinGroupby(cont_cols=["price"], stats=["count"], out_path=out)
     other = ["price"] >> ops.Normalize() >> ops.AddMetadata(tags=[Tags.REGRESSION, Tags.TARGET])
-    data = adopted_from(tmp_path, log, ids + means + target + other)
-    assert data.spec.continuous == ("TE_item_click",)
+    groups = counted >> ops.Bucketize({"item_count": [119]}) >> ops.Rename(name="group")
+    groups = groups >> ops.Categorify(out_path=f"{tmp_path}/2")
+    data = adopted_from(tmp_path, log, items + means + counted + groups + target + other)
+    assert data.spec.categorical == ("item", "group")
+    assert data.spec.continuous == ("TE_item_click", "item_count")
     assert not {Tags.TARGET, Tags.BINARY_CLASSIFICATION} & set(data.schema["TE_item_click"].tags)
 
 
@@ -418,31 +400,10 @@ def test_statistics_of_groups_are_of_one_fit(tmp_path):
         run.check_vocabulary(other)
 
 
-def test_statistics_of_ids_are_numbers(tmp_path):
-    """NVTabular gives them the tags and the domain of the ids."""
-    log = pd.DataFrame({"click": np.arange(600) % 2, "user": np.arange(600) % 50})
-    log, out = log.assign(time=np.arange(600)), str(tmp_path / "fitted")
-    users = ["user"] >> ops.Categorify(out_path=out)
-    counted = users >> ops.JoinGroupby(cont_cols=["time"], stats=["count"], out_path=out)
-    spec = adopted_from(tmp_path, log, users + counted + clicks()).spec
-    assert (spec.categorical, spec.continuous) == (("user",), ("user_count",))
-
-
 def test_without_a_column_of_ids(tmp_path):
     log = pd.DataFrame({"ad": [3, 4, 3, 5], "price": [1, 2, 3, 4], "click": [0, 1, 1, 0]})
     with pytest.raises(UserError, match="No column of ids in the workflow: none of 'ad', 'pr"):
         adopted_from(tmp_path, log, ["ad", "price", "click"] >> ops.AddMetadata(tags=["seen"]))
-
-
-def test_hash_buckets(log, tmp_path):
-    """HashBucket has no vocabulary, and int32 ids from 0."""
-    raw = log[["site", "click"]][:500].reset_index(drop=True)
-    data = adopted_from(tmp_path, raw, (["site"] >> ops.HashBucket(7)) + ["click"])
-    counts = data.counts("site")
-    assert counts["raw"].isna().all()
-    assert counts["count"].sum() == 500
-    (note,) = data.record["notes"]
-    assert note.startswith("raw rows cannot be scored or served: NVTabular hashed ids of 'site'")
 
 
 def test_ids_of_ones_own_from_0(tmp_path):
@@ -477,17 +438,6 @@ def test_a_number_that_an_operator_makes_nan(tmp_path):
         adopted_from(tmp_path, log, nodes + (["price"] >> ops.LogOp()) + clicks())
 
 
-def test_a_vocabulary_of_ones_own_with_hash_buckets(tmp_path):
-    """NVTabular adds the buckets to its ids twice, and to its range once."""
-    log = pd.DataFrame({"ad": [*"abcd"], "click": [0, 1, 1, 0]})
-    vocabs = {"ad": pd.Series(["a", "b"])}
-    ids = ["ad"] >> ops.Categorify(vocabs=vocabs, num_buckets=3, out_path=str(tmp_path / "fitted"))
-    with pytest.raises(
-        UserError, match=r"'ad' has id 8.*Categorify\(vocabs=…, num_buckets=…\): le"
-    ):
-        adopted_from(tmp_path, log, ids + clicks())
-
-
 def test_an_empty_text_is_an_id(tmp_path):
     log = pd.DataFrame({"ad": ["", "a", "", None], "click": [0, 1, 1, 0]})
     ids = ["ad"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
@@ -501,15 +451,15 @@ def test_files_globs_and_folders(home, tmp_path):
         shutil.copy(home / "train" / "part_0.parquet", tmp_path / f"p_{i}.parquet")
     (tmp_path / "_metadata").write_text("not ours to read")
     (tmp_path / "empty.txt").write_text("")
-    data = quick(home, tmp_path / "out" / "a", parquet=[tmp_path / "*"])
-    assert [p.name for p in data.train_files] == ["p_1.parquet", "p_2.parquet", "p_10.parquet"]
+    files = [file.path.name for file in open_files([tmp_path / "*"])]
+    assert files == ["p_1.parquet", "p_2.parquet", "p_10.parquet"]
     one = [tmp_path / "p_10.parquet", str(tmp_path / "p_[12].parquet")]
-    data = quick(home, tmp_path / "out" / "b", parquet=one)
-    assert [p.name for p in data.train_files] == ["p_10.parquet", "p_1.parquet", "p_2.parquet"]
+    files = [file.path.name for file in open_files(one)]
+    assert files == ["p_10.parquet", "p_1.parquet", "p_2.parquet"]
 
 
-def test_parts_of_an_earlier_transform_are_skipped(home, tmp_path):
-    """NVTabular leaves them where it writes fewer parts, and lists those that it wrote last."""
+def test_files_that_an_earlier_transform_left_are_skipped(home, tmp_path):
+    """NVTabular leaves them where it writes fewer files, and lists those that it wrote last."""
     folder = tmp_path / "train"
     shutil.copytree(home / "train", folder)
     shutil.copy(folder / "part_0.parquet", folder / "part_9.parquet")
@@ -519,7 +469,7 @@ def test_parts_of_an_earlier_transform_are_skipped(home, tmp_path):
 
 
 def test_a_folder_as_spark_writes_it(home, tmp_path):
-    """A part without rows, an empty mark, a file without ending, and temporary files."""
+    """A file without rows, an empty mark, a file without ending, and temporary files."""
     rows = pq.read_table(home / "train" / "part_0.parquet")
     pq.write_table(rows[:0], tmp_path / "part-00000.snappy.parquet")
     pq.write_table(rows, tmp_path / "part-00001")
@@ -583,6 +533,8 @@ def numbers(*values):
         ({"dst": put(0, -1)}, "column 'dst' has id -1, beyond the schema's 0 to 14, in row 1 of "),
         ({"genres": put(7, [3, 9])}, "column 'genres' has id 9, beyond the schema's 0 to 8, in ro"),
         ({"item": put(999, None)}, "column 'item' has a null in row 1000 of LAST. "),
+        ({"genres": put(7, None)}, "column 'genres' has a null in row 8 of LAST. "),
+        ({"genres": put(9, [3, None])}, "column 'genres' has a null in row 10 of LAST. "),
         (
             {"price": put(2, float("nan"))},
             "column 'price' has null or NaN, which is not a finite float32, in row 3 of LAST. Fill "
@@ -590,9 +542,12 @@ def numbers(*values):
         ),
         (
             {"click": put(4, None)},
-            "column 'click' has label null, which is not 0 or 1, in row 5 of LAST. Remove the row",
+            "column 'click' has label null, which is not 0 or 1, in row 5 of LAST. Correct it, or",
         ),
-        ({"click": numbers(0.0, 0.5)}, "column 'click' is double in LAST and bool in "),
+        ({"click": numbers(0.0, 0.5)}, "label 0.5, which is not 0 or 1, in row 2 of LAST"),
+        ({"click": numbers(0, 1, 7)}, "label 7, which is not 0 or 1, in row 3 of LAST"),
+        ({"user": numbers(3.0)}, "column 'user' must be integer ids, but is double in LAST"),
+        ({"genres": numbers(["3"])}, "column 'genres' must be lists of integer ids, but is list<"),
         ({"site_hashed": nothing}, "LAST has no column 'site_hashed' (it has"),
         ({"click": nothing}, "LAST has no column 'click' (it has"),
     ],
@@ -612,18 +567,10 @@ def test_a_bad_row_of_the_test_part(home, copy, tmp_path):
         quick(home, tmp_path / "out", test=copy(user=put(503, 63)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"click": numbers(0, 1, 7)}, "label 7, which is not 0 or 1, in row 3 of "),
-        ({"click": numbers(1)}, "column 'click' has only label 1 in all .* rows of the train spl"),
-        ({"user": numbers(3.0)}, "column 'user' must be integer ids, but is double in"),
-        ({"genres": numbers(["3"])}, "must be lists of integer ids, but is list<[a-z]+: string"),
-    ],
-)
-def test_bad_types_and_labels(home, copy, tmp_path, changes, message):
-    last = sorted(copy(**changes).glob("part_*.parquet"))[-1]
-    with pytest.raises(UserError, match=message):
+def test_one_label_in_all_rows(home, copy, tmp_path):
+    last = sorted(copy(click=numbers(1)).glob("part_*.parquet"))[-1]
+    words = "column 'click' has only label 1 in all 1,600 rows of the train part"
+    with pytest.raises(UserError, match=words):
         quick(home, tmp_path / "out", parquet=last)
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
@@ -653,8 +600,12 @@ def test_bad_workflows(home, log, tmp_path):
     shutil.copytree(home / "workflow", given)
     path = given / "categories" / "unique.user.parquet"
     vocabulary = pd.read_parquet(path)
-    vocabulary[:-2].to_parquet(path)
-    refused("user.parquet has 58 ids, but the schema gives 'user' 63. Another fit")
+    pd.concat([vocabulary] * 2).to_parquet(path)
+    refused("'user' has 120 raw ids, but 63 ids in the schema. Give Categorify an out_path of its")
+
+    shutil.copytree(home / "workflow", given)
+    (given / "categories" / "unique.user.parquet").unlink()
+    refused("in lacks categories/unique.user.parquet. Copy the whole folder, or fit with an absol")
 
     unfitted = nvt.Workflow(["user"] >> ops.Categorify(out_path=str(given)))
     unfitted.save(str(given))
@@ -675,74 +626,38 @@ def pairs(out: Path):
     return [["user", "item"]] >> ops.Categorify(encode_type="combo", out_path=f"{out}/pairs")
 
 
-def ids_in(out: Path):
-    return ops.Categorify(out_path=f"{out}/alone")
-
-
 def alone(out: Path, *names: str):
-    return [*names] >> ids_in(out)
+    return [*names] >> ops.Categorify(out_path=f"{out}/alone")
 
 
-def a_filter():
-    return ops.Filter(f=lambda rows: rows[rows["price"] > 2])
+def test_a_label_that_is_encoded(tmp_path):
+    words = r"label \d, which is not 0 or 1, .* The workflow must pass the label unchanged"
+    with pytest.raises(UserError, match=words):
+        adopted_from(tmp_path, LOG, alone(tmp_path, "user", "click"))
+    assert not (tmp_path / "data").exists()
 
 
-class Subclass(ops.Categorify):
-    """Encodes as its base does."""
+def own_with_buckets(out: Path):
+    vocabs = {"user": pd.Series(range(9))}
+    return ["user"] >> ops.Categorify(vocabs=vocabs, num_buckets=3, out_path=f"{out}/alone")
 
 
-UNSUPPORTED = {
-    "a filter in one branch": (
-        lambda out: alone(out, "user") + (["click", "price"] >> a_filter())["click"],
-        "Filter is applied to 'click' but not to 'user'. NVTabular joins columns by position",
-    ),
-    "a label that is encoded": (
-        lambda out: alone(out, "user", "click"),
-        r"label \d, which is not 0 or 1, .* The workflow changed the label \(Categorify\)",
-    ),
-    "a column called order": (  # NVTabular numbers the rows by that name within Categorify
-        lambda out: (["user"] >> ops.Rename(name="order") >> ids_in(out)) + ["click"],
-        "reads a column called 'order', .* rows get ids of others. Rename the column",
-    ),
-    "a column called order, by a subclass": (
-        lambda out: (
-            (["user"] >> ops.Rename(name="order") >> Subclass(out_path=f"{out}/alone")) + ["click"]
-        ),
-        "reads a column called 'order'",
-    ),
-    "one file of two operators": (
-        lambda out: alone(out, "user") + (alone(out, "user") >> ops.Rename(name="two")) + ["click"],
-        "Categorify and Categorify both save to unique.user.parquet in .* Rename the column before",
+BEYOND = {
+    "vocabs with num_buckets": own_with_buckets,  # its buckets are added to ids twice
+    "encode_type='combo' after others": lambda out: alone(out, "user") + pairs(out),  # raw values
+    "single_table": lambda out: (
+        ["item", "user"] >> ops.Categorify(single_table=True, out_path=f"{out}/alone")
     ),
 }
 
 
-@pytest.mark.parametrize("case", UNSUPPORTED)
-def test_workflows_that_write_wrong_rows(tmp_path, case):
-    made, words = UNSUPPORTED[case]
+@pytest.mark.parametrize("option", BEYOND)
+def test_ids_that_nvtabular_puts_beyond_its_schema(tmp_path, option):
+    log = LOG.assign(user=LOG["user"] * 1000 if "combo" in option else LOG["user"])
+    words = rf"'user' has id \d+, beyond the schema's 0 to \d+, .* exceed its own .*{option}"
     with pytest.raises(UserError, match=words):
-        adopted_from(tmp_path, LOG, made(tmp_path))
+        adopted_from(tmp_path, log, BEYOND[option](tmp_path) + clicks())
     assert not (tmp_path / "data").exists()
-
-
-def test_a_combination_that_comes_first(tmp_path):
-    made = pairs(tmp_path) + alone(tmp_path, "user") + clicks()
-    data = adopted_from(tmp_path, LOG, made)
-    counts = data.counts("user").set_index("raw")["count"]
-    assert counts["39"] == 7
-    assert data.spec.categorical == ("user_item", "user")
-
-
-def test_raw_values_that_a_combination_puts_in_the_place_of_ids(tmp_path):
-    """NVTabular's ids of the column are lost; those that there are have no raw ones."""
-    data = adopted_from(tmp_path, LOG, alone(tmp_path, "user") + pairs(tmp_path) + clicks())
-    assert data.counts("user")["count"].tolist()[:3] == [8, 8, 8]
-    assert data.counts("user")["raw"].isna().all()
-    assert data.schema["user"].properties["no_raw_ids"]
-    beyond = LOG.assign(user=LOG["user"] * 1000)
-    made = alone(tmp_path / "2", "user") + pairs(tmp_path / "2") + clicks()
-    with pytest.raises(UserError, match=r"'user' has id .*'combo' must come first \(combo \+ oth"):
-        adopted_from(tmp_path / "2", beyond, made)
 
 
 def halved(column):

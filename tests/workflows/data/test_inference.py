@@ -141,17 +141,13 @@ def hashed(out):
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (hashed, "NVTabular hashed ids of 'city', and its hash on a CPU depends on the row number"),
-        (lambda _: ["city"] >> ops.HashBucket(9), "NVTabular hashed ids of 'city'"),
+        (hashed, r"Categorify\(num_buckets=…\) depends on .* the row number"),
+        (lambda _: ["city"] >> ops.HashBucket(9), "HashBucket depends"),
         (
             lambda _: ["city", "visits"] >> ops.Groupby(groupby_cols=["city"], aggs=["max"]),
-            "Groupby computes a row from others",
+            "Groupby depends on other rows",
         ),
-        (lambda _: ["visits"] >> ops.DifferenceLag("city"), "DifferenceLag computes"),
-        (
-            lambda _: ["weeks"] >> ops.JoinExternal(SIZES, on="weeks", how="inner"),
-            r"JoinExternal\(how='inner'\)",
-        ),
+        (lambda _: ["visits"] >> ops.DifferenceLag("city"), "DifferenceLag depends"),
     ],
 )
 def test_workflows_that_do_not_encode_rows_one_by_one(tmp_path, made, words):
@@ -160,11 +156,17 @@ def test_workflows_that_do_not_encode_rows_one_by_one(tmp_path, made, words):
         InferenceWorkflow(workflow, spec_of(workflow.output_schema.column_names))
 
 
-def test_rows_that_a_workflow_drops(tmp_path):
-    rows = ["visits", "weeks"] >> ops.Filter(lambda rows: rows[rows["weeks"] > 1])
+DROPS = {
+    "visits": ["visits", "weeks"] >> ops.Filter(lambda rows: rows[rows["weeks"] > 1]),
+    "length": ["weeks"] >> ops.JoinExternal(SIZES[1:], on="weeks", how="inner"),
+}
+
+
+@pytest.mark.parametrize("name", DROPS)
+def test_rows_that_a_workflow_drops(name):
     words = r"returned 40 rows for 60, so scores cannot be matched to rows: the rows"
     with pytest.raises(UserError, match=words):
-        encoded(fitted(rows), ["visits"], LOG)
+        encoded(fitted(DROPS[name]), [name], LOG)
 
 
 def test_an_operator_that_fails(capfd):

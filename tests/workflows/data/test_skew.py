@@ -11,10 +11,6 @@ import pytest
 from merlin_cowclip.workflows import UserError, adopt
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.adopt import skew
-from merlin_cowclip.workflows.data.adopt.graph import load_saved
-from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
-from merlin_cowclip.workflows.data.adopt.validate import open_files
-from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.quiet import quiet_imports, quiet_operators
 
 with quiet_imports():
@@ -107,53 +103,12 @@ def test_a_frame_whose_index_was_not_in_order(tmp_path, frame):
     assert not (tmp_path / "data").exists()
 
 
-def test_parts_of_an_earlier_fit(tmp_path):
-    """NVTabular leaves them in the folder; without its list of files nothing else tells."""
-    write(tmp_path, ids(tmp_path) + label(), log(1, first=5))
-    (tmp_path / "train/part_0.parquet").rename(tmp_path / "train/part_1.parquet")
-    write(tmp_path, ids(tmp_path, "again") + label(), log())
-    rows = pd.read_parquet(tmp_path / "train/part_1.parquet")
-    rows.assign(row=rows["row"][::-1].to_numpy()).to_parquet(tmp_path / "train/part_1.parquet")
-    words = r"part_1.parquet has none of the 600 raw rows that were checked. It may be left from"
-    with pytest.raises(UserError, match=words):
-        checked(tmp_path)
-
-
-def half():
-    return ops.LambdaOp(lambda column: column // 2)
-
-
-SHARED = {
-    "two Categorify": lambda out: (
-        ids(out)
-        + (
-            ["row"]
-            >> half()
-            >> ops.Categorify(out_path=f"{out}/2", max_size=99)
-            >> ops.Rename(name="half")
-        ),
-        ["half"],
-    ),
-    "two TargetEncoding": lambda out: (
-        ids(out)
-        + (["city"] >> ops.TargetEncoding("click", kfold=1, out_path=f"{out}/1"))
-        + (["city"] >> ops.TargetEncoding("price", kfold=1, out_path=f"{out}/2")),
-        ["TE_city_click", "TE_city_price"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", SHARED)
-def test_operators_that_save_under_one_file_name(tmp_path, case):
-    """One file is lost as the workflow is saved. `adopt` also refuses them without raw rows."""
-    made, fields = SHARED[case](tmp_path)
-    write(tmp_path, made + label(), log())
-    raw, train = (open_files(tmp_path / name) for name in ("raw.parquet", "train"))
-    spec = DatasetSpec("log", "click", ("row", *fields))
-    inference = InferenceWorkflow(load_saved(tmp_path / "workflow"), spec)
-    with pytest.raises(UserError, match=f"makes '(row|{'|'.join(fields)})' .* instead|fails on"):
-        skew.check_skew(inference, raw, train, ["row", *fields])
-    with pytest.raises(UserError, match="both save to .*, so that one file is lost. Rename"):
+def test_a_name_that_nvtabular_uses_itself(tmp_path):
+    """Stock Categorify numbers the rows of a batch in a column called "order"."""
+    made = (["tens"] >> ops.Rename(name="order")) >> ops.Categorify(out_path=str(tmp_path / "1"))
+    frame = log().assign(tens=log()["row"] * 7 % 60)
+    write(tmp_path, ids(tmp_path) + made + label(), frame)
+    with pytest.raises(UserError, match="encoded otherwise .* makes 'order' .* instead of"):
         checked(tmp_path)
 
 

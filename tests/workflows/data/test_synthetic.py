@@ -134,7 +134,7 @@ def test_nothing_is_overwritten_and_nothing_is_left(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     before = sorted(tmp_path.iterdir())
-    monkeypatch.setattr(synthetic, "_lines", stop)
+    monkeypatch.setattr(synthetic, "_sigmoid", stop)
     with pytest.raises(KeyboardInterrupt):
         write_synthetic("criteo", tmp_path / "new.txt", rows=100)
     assert sorted(tmp_path.iterdir()) == before

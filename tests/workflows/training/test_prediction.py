@@ -19,7 +19,7 @@ from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.workflows import evaluate_logs, predict_logs
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.adopt.pipeline import adopt
+from merlin_cowclip.workflows.data.adopt.adopt import adopt
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import AVAZU, CRITEO, DatasetSpec, Split

@@ -13,7 +13,7 @@ set_environment()
 _HOME, __getattr__, __dir__ = on_first_use(
     __name__,
     {
-        "data.adopt.pipeline": "adopt",
+        "data.adopt.adopt": "adopt",
         "data.frequencies": "frequencies",
         "data.prepare.pipeline": "prepare",
         "data.prepared_data": "PreparedData",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of `merlin_cowclip.workflows` for type checkers; `__init__.py` loads them."""
 
-from .data.adopt.pipeline import adopt
+from .data.adopt.adopt import adopt
 from .data.frequencies import frequencies
 from .data.prepare.pipeline import prepare
 from .data.prepared_data import PreparedData

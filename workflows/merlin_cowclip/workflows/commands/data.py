@@ -187,8 +187,7 @@ def frequencies(
 ) -> None:
     """Show how often ids occur, and which are rare.
 
-    Writes frequencies.parquet (an id per row), summary.parquet (a field per row) and
-    frequencies.png (Figure 3).
+    Writes summary.parquet (a field per row) and frequencies.png (Figure 3).
     """
     from merlin_cowclip.workflows.data.frequencies import BATCH_SIZES, frequencies
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
@@ -199,12 +198,13 @@ def frequencies(
     print(
         "ids: in the training rows as encoded, where all missing values are one id.\n"
         "top 3: share of the 3 most frequent ids; ids for 90 %: as few of the most frequent ones.\n"
-        "rare at batch size B: ids with P(id) < 1/B. Their learning rate must not be scaled\n"
-        "with the batch (Section 3.1)."
+        "last columns, by batch size B: % of ids that are rare, with P(id) < 1/B.\n"
+        "Their learning rate must not be scaled with the batch (Section 3.1)."
     )
-    if max(found.batch_sizes) > found.rows:
-        print(f"-: the batch is larger than the {found.rows:,} training rows.")
-    print(f"{found.rows:,} training rows: {found.path}")
+    rows = opened.rows["train"]
+    if max(batch_sizes or BATCH_SIZES) > rows:
+        print(f"-: the batch is larger than the {rows:,} training rows.")
+    print(f"{rows:,} training rows: {found.path}")
 
 
 @click.command(
@@ -238,7 +238,7 @@ def adopt(
     ids and writes a folder that refers to it: nothing is converted. Loading a workflow runs code
     from its folder (cloudpickle): adopt only your own.
     """
-    from merlin_cowclip.workflows.data.adopt.pipeline import adopt
+    from merlin_cowclip.workflows.data.adopt.adopt import adopt
 
     names, given = ("valid", "test", "check_raw"), (valid, test, check_raw)
     others: dict[str, Any] = {n: list(of) for n, of in zip(names, given, strict=True) if of}

@@ -17,9 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from merlin_cowclip.plugins._tensorflow import Schema, tf
-from merlin_cowclip.workflows.data.adopt.validate import prefetch
 from merlin_cowclip.workflows.data.prepared_data import PARTS, TITLES, PreparedData
 from merlin_cowclip.workflows.errors import UserError, check_whole
+from merlin_cowclip.workflows.prefetch import prefetch
 from merlin_cowclip.workflows.training.order import Order
 from merlin_cowclip.workflows.training.rows import features_of, groups_of, read, rebatch
 

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.adopt.validate import prefetch
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.vocabulary import UNKNOWN
 from merlin_cowclip.workflows.errors import Notice, UserError, check_whole, quoted
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
+from merlin_cowclip.workflows.prefetch import prefetch
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.evaluation import (
     EVALUATION_BATCH,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from merlin_cowclip.workflows.data.adopt.validate import (
-    ParquetFile,
+    InputFile,
     batches,
     check_columns,
     open_files,
@@ -129,7 +129,7 @@ def _all_labelled(spec: DatasetSpec, labelled: Mapping[Input, bool]) -> bool:
 
 
 def _parquet(
-    run: Run, spec: DatasetSpec, files: list[ParquetFile], inference: InferenceWorkflow | None
+    run: Run, spec: DatasetSpec, files: list[InputFile], inference: InferenceWorkflow | None
 ) -> RawInputs:
     """Parquet that an adopted pipeline's workflow wrote, or, for its `inference`, that it reads."""
     if inference is None:

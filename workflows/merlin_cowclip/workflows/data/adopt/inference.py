@@ -14,6 +14,7 @@ import pyarrow.types as kinds
 
 from merlin_cowclip.workflows.data.adopt.graph import Column, nodes, operator_name, trace
 from merlin_cowclip.workflows.data.adopt.validate import is_list
+from merlin_cowclip.workflows.data.prepare.operators import EncodeIds
 from merlin_cowclip.workflows.data.sources.base import is_text
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
@@ -25,43 +26,46 @@ with quiet_imports():
     from nvtabular.ops.categorify import NULL_OFFSET
 
 
+_BY_OTHER_ROWS = (ops.HashBucket, ops.HashedCross, ops.Groupby, ops.DifferenceLag)
+
+
 class InferenceWorkflow:
-    """A saved workflow for rows that it was not fitted on.
+    """A saved workflow for rows that it was not fitted on; the workflow is changed in place.
 
-    `TargetEncoding` uses the statistics of all rows of the fit, not those of folds. Nulls get id 1
-    also where stock `Categorify` fails on them. Raw columns that no model input depends on, such as
-    the label, may be missing; they are filled.
-
-    The fitted workflow is changed in place. Raises UserError if it cannot encode rows one by one.
+    `TargetEncoding` uses the statistics of all rows of the fit, not those of folds. Raw columns
+    that no model input depends on, such as the label, may be missing.
 
     Attributes:
         types: raw column → Arrow type at the fit; None if the workflow does not know it.
         required: raw columns that a model input depends on.
-        of_label: raw columns that the label is computed from; None if the workflow has no label.
     """
 
     def __init__(self, workflow: nvt.Workflow, spec: DatasetSpec) -> None:
         outputs = trace(workflow.output_node)
         columns = {name: outputs[name] for name in spec.fields}
-        if reason := why_not_raw(workflow, columns):
-            raise UserError(f"raw rows cannot be encoded: {reason}")
-        vocabularies = [columns[name].vocabulary for name in spec.lists]
-        encoded = {one.column for one in vocabularies if one is not None}
+        for op in (op for column in columns.values() for op in column.operators):
+            is_stock = isinstance(op, ops.Categorify) and not isinstance(op, EncodeIds)
+            is_hash = is_stock and bool(op.num_buckets)
+            if is_hash or isinstance(op, _BY_OTHER_ROWS):
+                raise UserError(
+                    f"raw rows cannot be encoded: {operator_name(op)}{'(num_buckets=…)' * is_hash} "
+                    "depends on other rows or, as NVTabular's hash on a CPU, on the row number. "
+                    "Give the parquet that the workflow wrote, or fit without it"
+                )
         for node in nodes(workflow.output_node):
             if isinstance(node.op, ops.TargetEncoding):
                 node.op.kfold = 1
             elif type(node.op) is ops.Categorify:
-                known = {column.name for column in node.input_schema if column.is_list}
-                node.op = NullSafeCategorify(node.op, frozenset(encoded | known))
-        self.workflow = workflow
-        self.types = _types(workflow, outputs)
+                lists = {column.name for column in node.input_schema if column.is_list}
+                node.op = NullSafeCategorify(node.op, frozenset(lists.union(spec.lists)))
+        self.workflow, self.types = workflow, _types(workflow, outputs)
         self.columns = list(self.types)
         self.required = frozenset().union(*(column.raw for column in columns.values()))
-        self.of_label = outputs[spec.label].raw if spec.label in outputs else None
+        self._of_label = outputs[spec.label].raw if spec.label in outputs else None
 
     def has_label(self, given: Sequence[str]) -> bool:
         """Whether the label is computed from columns that are there."""
-        return self.of_label is not None and self.of_label <= set(given)
+        return self._of_label is not None and self._of_label <= set(given)
 
     def transform(
         self, columns: Mapping[str, Any], where: object, may_drop: bool = False
@@ -85,8 +89,6 @@ class InferenceWorkflow:
         try:
             with quiet_operators():
                 out = self.workflow.transform(pa.table(frame).to_pandas())
-        except UserError:
-            raise
         except Exception as error:  # whatever the user's own operators raise
             cause = error.__cause__ or error
             hint = f" ({quoted(absent)}, missing, was filled)" if absent else ""
@@ -104,28 +106,10 @@ class InferenceWorkflow:
 
 
 def halves(rows: int) -> Iterator[slice]:
-    """Parts of n rows: the first half, half of the rest, and so on, down to one row."""
+    """Groups of n rows: the first half, half of the rest, and so on, down to one row."""
     first = 0
     while first < rows:
         yield slice(first, first := first + max(1, (rows - first) // 2))
-
-
-def why_not_raw(workflow: nvt.Workflow, fields: Mapping[str, Column]) -> str | None:
-    """Why raw rows cannot be encoded one by one by a workflow, as a sentence; None if they can."""
-    if hashed := [name for name, column in fields.items() if column.is_hashed]:
-        return (
-            f"NVTabular hashed ids of {quoted(hashed)}, and its hash on a CPU depends "
-            "on the row number. Fit without HashBucket, HashedCross and num_buckets"
-        )
-    for node in nodes(workflow.output_node):
-        joins = isinstance(node.op, ops.JoinExternal) and node.op.how != "left"
-        if joins or isinstance(node.op, ops.Groupby | ops.DifferenceLag):
-            return (
-                f"{operator_name(node.op)}{'(how=' + repr(node.op.how) + ')' if joins else ''} "
-                "computes a row from others, or drops rows. Encode the rows with the workflow "
-                "yourself, and give `predict` the parquet that it wrote"
-            )
-    return None
 
 
 class NullSafeCategorify(ops.Categorify):
@@ -145,20 +129,13 @@ class NullSafeCategorify(ops.Categorify):
             return super().transform(col_selector, df)
         encoded = {}
         for name in col_selector.names:
-            alone, null = type(col_selector)([name]), df[name].isna().to_numpy()
-            if name in self.lists:
-                rows = [[] if gone else row for gone, row in zip(null, df[name], strict=True)]
-                frame = pd.DataFrame({name: pd.Series(rows, dtype=object)})
-                encoded[name] = super().transform(alone, frame)[name].to_numpy()
-            else:
-                encoded[name] = np.full(len(df), NULL_OFFSET, np.int64)
-                known = df.loc[~null, [name]].reset_index(drop=True)
-                if len(known):
-                    encoded[name][~null] = super().transform(alone, known)[name]
+            null = df[name].isna().to_numpy()
+            known = df.loc[~null, [name]].reset_index(drop=True)
+            alone = type(col_selector)([name])
+            ids = iter(super().transform(alone, known)[name] if len(known) else [])
+            missing: Any = [] if name in self.lists else NULL_OFFSET
+            encoded[name] = [missing if gone else next(ids) for gone in null]
         return pd.DataFrame(encoded, index=df.index)
-
-
-# Types -------------------------------------------------------------------------------------------
 
 
 def _types(workflow: nvt.Workflow, outputs: Mapping[str, Column]) -> dict[str, pa.DataType | None]:
@@ -182,6 +159,7 @@ def _types(workflow: nvt.Workflow, outputs: Mapping[str, Column]) -> dict[str, p
 
 def as_fitted(column: Any, kind: pa.DataType | None, where: str) -> pa.Array:
     """A column as the fit had it, by Arrow's checked cast; UserError for another type."""
+    fitted = f"{kind or 'no number'} when the workflow was fitted"
     try:
         if isinstance(column, pd.Series):
             column = pa.array(column, from_pandas=True)
@@ -194,42 +172,36 @@ def as_fitted(column: Any, kind: pa.DataType | None, where: str) -> pa.Array:
             column = pa.array(column.to_pylist(), pa.list_(column.type.value_type))
         elif kinds.is_float16(column.type):
             column = pa.array(column.to_pandas().astype("float32"), from_pandas=True)
-        if kind is None and (_alike(column.type) != "number" or kinds.is_decimal(column.type)):
+        if kind is None and (_family(column.type) != "number" or kinds.is_decimal(column.type)):
             return column
         if kind is not None and column.null_count == len(column):
             return pa.nulls(len(column), kind)
-        if kind is not None and _alike(column.type) in (_alike(kind), ["list", "null"]):
+        if kind is not None and _family(column.type) in (_family(kind), "list of null"):
             return column.cast(kind)
-        raise UserError(
-            f"{where} is {column.type}, but was {kind or 'no number'} when the workflow was "
-            "fitted. Cast it; if the workflow wrote these rows, they are not raw: leave out --raw"
-        )
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        raise UserError(
-            f"{where}, which was {kind or 'no number'} when the workflow was fitted: "
-            f"{clipped(str(error))}. Correct it"
-        ) from None
+        reason = clipped(str(error))
+        raise UserError(f"{where}, which was {fitted}: {reason}. Correct it") from None
+    raise UserError(
+        f"{where} is {column.type}, but was {fitted}. Cast it; if the workflow wrote these rows, "
+        "they are not raw: leave out --raw"
+    )
 
 
-def _alike(kind: pa.DataType) -> Any:
+def _family(kind: pa.DataType) -> str:
     """The same for types that may be cast to one another."""
     if is_list(kind):
-        return ["list", _alike(kind.value_type)]
-    if kinds.is_dictionary(kind):
-        return _alike(kind.value_type)
-    if kinds.is_timestamp(kind):
-        return "timestamp", kind.tz
+        return f"list of {_family(kind.value_type)}"
     if kinds.is_integer(kind) or kinds.is_floating(kind) or kinds.is_decimal(kind):
         return "number"
     if is_text(kind) or kinds.is_fixed_size_binary(kind):
         return "text"
-    return re.sub("[^a-z].*", "", str(kind))  # of dates, times and durations in any unit
+    return re.sub(r"\d+|\[\w+", "", str(kind))  # of any unit, but not of any time zone
 
 
 def _zeros(rows: int, kind: pa.DataType | None) -> pa.Array:
     """A column in the place of one that is missing, with a value that operators can work on."""
-    zero: Any = [] if kind is not None and is_list(kind) else 0
     try:
+        zero: Any = [] if kind is not None and is_list(kind) else 0
         return pa.array([zero] * rows).cast(pa.string() if kind is None else kind)
     except pa.ArrowException:  # dates, bytes
         return pa.nulls(rows, kind)

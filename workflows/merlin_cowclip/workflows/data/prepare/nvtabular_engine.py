@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from merlin_cowclip.workflows.data.prepare.column_store import PartJob, part_schema
 
-from merlin_cowclip.workflows.data.adopt.pipeline import adopt
+from merlin_cowclip.workflows.data.adopt.adopt import adopt
+from merlin_cowclip.workflows.data.prepare.column_store import PartJob, part_schema
 from merlin_cowclip.workflows.data.prepare.executor import make_executor
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import build_workflow, raw_schema
 from merlin_cowclip.workflows.data.prepared_data import PARTS
