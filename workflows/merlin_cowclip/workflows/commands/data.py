@@ -46,9 +46,14 @@ _of_spec = functools.partial(option, group="Override the data set's specificatio
     "--engine",
     metavar="arrow|nvtabular",
     help="library that counts and encodes ids",
-    shown="arrow; nvtabular with --device gpu",
+    shown="arrow; nvtabular with --device gpu or --scheduler",
 )
 @option("--device", default="cpu", metavar="cpu|gpu", help="device of NVTabular")
+@option(
+    "--scheduler",
+    metavar="ADDRESS",
+    help="Dask cluster whose workers see LOG and DATA, as in tcp://10.0.0.1:8786",
+)
 @option(
     "--like",
     type=PATH,
@@ -95,7 +100,7 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
     elif not input:
         raise UserError("prepare needs LOG, files or folders, after criteo, avazu or SPEC.toml")
     spec = _changed_spec(like.spec if like else find_spec(dataset), values)
-    options = {name: values[name] for name in ("seed", "workers", "device", "engine")}
+    options = {name: values[name] for name in ("seed", "workers", "device", "engine", "scheduler")}
     data = prepare(spec, input, out, like=like, **options)
     _print_report(data, is_fitted=like is None)
     is_run = run is not None and (run / "config.json").exists()
