@@ -25,7 +25,6 @@ from merlin_cowclip.workflows.errors import UserError
 
 from .dask_cluster import wait_for
 
-
 # Tasks: they live at the top of the module, so that they can be sent to a worker.
 
 
@@ -59,7 +58,8 @@ def test_results_are_in_order_and_errors_are_raised_as_they_are(tmp_path, worker
             run_tasks(client, "refuses", refuses, jobs(*range(8)))
         assert run_tasks(client, "slow", slow_first, jobs(2)) == [2]
     shown = capfd.readouterr().err
-    assert "slow" in shown and ("Dask dashboard: http://" in shown) == bool(workers)
+    assert "slow" in shown
+    assert ("Dask dashboard: http://" in shown) == bool(workers)
 
 
 def _run(scratch: Path, *numbers: int, task=slow_first, **options) -> list[int]:
@@ -81,9 +81,11 @@ def test_a_cluster_that_cannot_work(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=f"no Dask workers at {address}.*dask scheduler"):
             _run(tmp_path, scheduler=address)
     options = {"processes": False, "dashboard_address": ":0"}
-    with LocalCluster(n_workers=0, **options) as cluster:
-        with pytest.raises(UserError, match="no Dask workers at inproc://"):
-            _run(tmp_path, scheduler=cluster.scheduler_address)
+    with (
+        LocalCluster(n_workers=0, **options) as cluster,
+        pytest.raises(UserError, match="no Dask workers at inproc://"),
+    ):
+        _run(tmp_path, scheduler=cluster.scheduler_address)
     with LocalCluster(n_workers=1, **options) as cluster:
         address = cluster.scheduler_address
         assert _run(tmp_path, 1, scheduler=address) == [1]

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from merlin_cowclip.workflows import TrainConfig, export, predict_logs, train
-from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
@@ -31,6 +28,7 @@ with quiet_imports():
     from merlin_cowclip.workflows.data.prepare.operators import EncodeIds
 
 ROWS = 6_000
+ENGINES = ("arrow", "nvtabular")
 OWN = DatasetSpec(
     "own",
     "y",
@@ -126,7 +124,7 @@ def test_the_data_of_the_default_engine(tmp_path, name, capfd, monkeypatch):
     options = {"seed": 3, "part_rows": 1_500, "engine": "nvtabular"}
     theirs = prepare(spec, log, tmp_path / "nvtabular", **options)
     shown = capfd.readouterr().err
-    for step in ("reading", "fitting", "encoding", "writing"):
+    for step in ("reading", "counting", "encoding", "writing"):
         assert step in shown
     assert (ours.record["engine"], theirs.record["engine"]) == ("arrow", "nvtabular")
     alike(ours, theirs)
@@ -149,7 +147,8 @@ def test_training_rows_are_shuffled(tmp_path):
         for i in range(3)
     ]
     frames = [pd.concat([rows_of(d, p, True) for p in PARTS])["n"].to_numpy() for d in data]
-    assert (frames[0] == frames[2]).all() and not (frames[0] == frames[1]).all()
+    assert (frames[0] == frames[2]).all()
+    assert not (frames[0] == frames[1]).all()
     high = [d.record["ranges"]["n"][1] for d in data]
     numbers = [np.unique(np.round(f * h)) for f, h in zip(frames, high, strict=True)]
     assert min(map(len, numbers)) >= ROWS - 9  # a few held-out ones are clipped
@@ -221,7 +220,7 @@ def test_bad_logs_are_refused_alike(tmp_path, change, says):
     frame.to_csv(tmp_path / "log", index=False)
     options = {k: v for k, v in change.items() if k not in frame}
     spec = dataclasses.replace(OWN, **options)
-    for engine in ("arrow", "nvtabular")["price" in change and says != "column 'price'" :]:
+    for engine in ENGINES["price" in change and says != "column 'price'" :]:
         with pytest.raises(UserError, match=says):
             prepare(spec, [tmp_path / "log"], tmp_path / "out", engine=engine, progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["log"]
@@ -232,7 +231,7 @@ def test_times_of_two_forms_in_two_files(tmp_path):
         own_log().assign(day=[time, *own_log()["day"][1:]] if name == "a" else time).to_csv(
             tmp_path / name, index=False
         )
-    for engine in ("arrow", "nvtabular"):
+    for engine in ENGINES:
         with pytest.raises(UserError, match="column 'day' has numbers and dates"):
             prepare(OWN, [tmp_path / "a", tmp_path / "b"], tmp_path / "out", engine=engine)
 
@@ -250,6 +249,67 @@ def test_arguments_are_checked(tmp_path):
         with pytest.raises(UserError, match=says):
             prepare(spec, [tmp_path / "log"], tmp_path / "out", **options)
     assert [p.name for p in tmp_path.iterdir()] == ["log"]
+
+
+class OnDevice(pd.DataFrame):
+    """What `EncodeIds` needs of a cuDF frame."""
+
+    @property
+    def _constructor(self):
+        return OnDevice
+
+    def to_pandas(self) -> pd.DataFrame:
+        return pd.DataFrame(self)
+
+    @classmethod
+    def from_pandas(cls, frame: pd.DataFrame) -> "OnDevice":
+        return cls(frame)
+
+
+@pytest.mark.parametrize("buckets", [None, {"a": 1, "b": 1, "c": 3, "l": 1}])
+def test_frames_on_a_gpu_are_encoded_as_those_on_a_cpu(tmp_path, buckets):
+    """With a stand-in for cuDF's frames: stock Categorify encodes a, ours the other columns."""
+    frame = pd.DataFrame(
+        {
+            "a": ["x", None, "y", "?"],
+            "b": [None] * 4,
+            "c": ["x", "p", "q", None],
+            "l": [["x"], ["y", "?"], [], ["x"]],
+        },
+        index=[3, 1, 0, 2],
+    )
+    encode = EncodeIds(tmp_path, num_buckets=buckets, freq_threshold=2, lists=["l"])
+    for name in frame:
+        path = tmp_path / f"unique.{name}.parquet"
+        first = 2 + (buckets or {}).get(name, 1)
+        pd.DataFrame({name: ["x", "y"]}, index=pd.RangeIndex(first, first + 2)).to_parquet(path)
+        encode.fit_finalize({**encode.categories, name: str(path)})
+    selector = ColumnSelector(list(frame))
+    expected = encode.transform(selector, frame).reset_index(drop=True)
+    found = encode.transform(selector, OnDevice(frame))
+    assert isinstance(found, OnDevice)
+    assert expected["a"].tolist() == [2 + (buckets or {}).get("a", 1), 1, 4, 2]
+    pd.testing.assert_frame_equal(found.to_pandas(), expected, check_frame_type=False)
+
+
+@pytest.mark.parametrize("name", ["order", "labels"])
+def test_names_that_stock_categorify_uses_itself(tmp_path, name):
+    """Frames on a GPU are encoded right, by hand, and the engine takes such fields."""
+    texts = np.random.default_rng(0).choice([*"abcdefgh"], 200)
+    path = tmp_path / f"unique.{name}.parquet"
+    pd.DataFrame({name: [*"abcdefgh"]}, index=pd.RangeIndex(3, 11)).to_parquet(path)
+    encode = EncodeIds(tmp_path)
+    encode.fit_finalize({name: str(path)})
+    found = encode.transform(ColumnSelector([name]), OnDevice({name: texts}))
+    assert found[name].tolist() == [3 + ord(text) - ord("a") for text in texts]
+
+    days = np.arange(200) // 50
+    log = pd.DataFrame({"y": np.arange(200) % 2, name: texts, "day": days})
+    log.to_csv(tmp_path / "log", index=False)
+    spec = DatasetSpec("toy", "y", (name,), split=Split("time", 0.25, "day"))
+    options = {"progress": False}
+    data = [prepare(spec, [tmp_path / "log"], tmp_path / e, engine=e, **options) for e in ENGINES]
+    alike(*data)
 
 
 # A cluster that somebody else started

@@ -53,9 +53,11 @@ with quiet_imports():
 CHUNKS = 64  # of the input, each of at least and at most so many bytes:
 CHUNK_BYTES = (1 << 20, 64 << 20)
 CELLS = 1 << 24  # rows × columns of a file between two steps
-GPU_FACTOR = 8  # that chunks and files are larger for a GPU
 SKETCH = 1024  # times that stand for those of a chunk, if it has more
 SPLIT_IDS = 1 << 25  # ids of a field, distinct by batch, that one task merges
+
+File = tuple[str, str, int]  # between two steps: part, name, rows
+Told = list[dict[str, Any]]  # of columns, by part
 
 
 def prepare_on_dask(
@@ -92,20 +94,21 @@ def prepare_on_dask(
             for key in ("occurrences", "total")
         )
         ranges = _checked_ranges(spec, found, rows, positives)
-        jobs = _count_ids(
-            tasks, [name for part, name, _ in files if part == "train"], found, progress
-        )
+        jobs = _count_ids(client, tasks, files, found, progress)
         ids = dict(zip(spec.ids, run("ranking", tasks.rank, jobs), strict=True))
         run("workflow", save_fitted_workflow, [(spec, folder, ranges)])
-        buckets = max(-(-rows["train"] // part_rows), 1)
+        outputs = {part: max(-(-rows[part] // part_rows), 1) for part in PARTS}
         if rows["train"] >= MIN_ROWS_TO_PART:
-            buckets = max(buckets, MIN_TRAIN_PARTS)
-        jobs = [
-            (number, name, ranges, buckets if part == "train" else 1)
-            for number, (part, name, _) in enumerate(files)
-        ]
-        encoded = pd.DataFrame(itertools.chain(*run("encoding", tasks.encode, jobs)))
-        run("writing", tasks.write, [*_outputs(files, buckets, part_rows)])
+            outputs["train"] = max(outputs["train"], MIN_TRAIN_PARTS)
+        buckets = {**outputs, **dict.fromkeys(HELD_OUT, 1)}
+        to_encode = [(i, name, ranges, buckets[part]) for i, (part, name, _) in enumerate(files)]
+        encoded = pd.DataFrame(itertools.chain(*run("encoding", tasks.encode, to_encode)))
+        to_write: list[tuple[str, int, Any, int]] = []
+        for part, number in outputs.items():
+            of = np.array([i for i, file in enumerate(files) if file[0] == part], int)
+            divided = [of] * number if part == "train" else np.array_split(of, number)
+            to_write += [(part, i, of, i % buckets[part]) for i, of in enumerate(divided)]
+        run("writing", tasks.write, to_write)
         client.run(_workflow.cache_clear)
     shutil.rmtree(tasks.scratch, ignore_errors=True)
     outside = encoded.groupby(["part", "column"])["outside"].sum()
@@ -133,34 +136,24 @@ class _Tasks:
         """The folder of files between two steps."""
         return self.folder / ".scratch"
 
-    @property
-    def factor(self) -> int:
-        """How much larger chunks and files are than for a CPU."""
-        return GPU_FACTOR if self.device == "gpu" else 1
-
-    def chunks(self, source: Source, size: int) -> tuple[Source, list[Chunk]]:
-        """Divide a source, which may have to be searched for line ends."""
-        return source, source.chunks(size * self.factor)
-
-    def times(self, source: Source, chunk: Chunk) -> pd.Series:
-        """Rows of a chunk by time, or at most `SKETCH` times and the rows from each to the next."""
+    def times(self, source: Source, chunk: Chunk) -> pd.Series[int]:
+        """Rows of a chunk by time, or `SKETCH` times and the rows from each to the next."""
         spec, source = copy.copy(source.spec), copy.copy(source)
         vars(spec).update(categorical=(), continuous=(), lists=())  # which are not read
         vars(source).update(spec=spec)
         times = [as_numbers(batch.column(TIME)) for batch in source.batches(chunk) if len(batch)]
-        held, counts = np.unique(np.concatenate(times or [[]]), return_counts=True)
+        if not times:
+            return pd.Series(dtype=int)
+        held, counts = np.unique(np.concatenate(times), return_counts=True)
         starts = np.unique(np.linspace(0, len(held), SKETCH, endpoint=False).astype(int))
-        return pd.Series(np.add.reduceat(counts, starts), held[starts]) if times else pd.Series()
+        return pd.Series(np.add.reduceat(counts, starts), held[starts])
 
     def read(
         self, number: int, part: str, source: Source, chunk: Chunk, cuts: np.ndarray
-    ) -> tuple[list[tuple[str, str, int]], list[dict[str, Any]]]:
-        """Read a chunk into files by part; ``cuts`` divide training rows.
-
-        Returns part, name and rows of the files, and what `_tally` and the source tell of them.
-        """
-        files: list[tuple[str, str, int]] = []
-        told: list[dict[str, Any]] = []
+    ) -> tuple[list[File], Told]:
+        """Read a chunk into files by part; ``cuts`` divide training rows."""
+        files: list[File] = []
+        told: Told = []
         replaced, schema = Counter[str](), part_schema(self.spec, raw=True)
         held: dict[str, list[pa.Table]] = {part: [] for part in PARTS}
         for batch in itertools.chain(source.batches(chunk, replaced=replaced), [None]):
@@ -169,13 +162,13 @@ class _Tasks:
                 if part == "train":
                     parts = np.searchsorted(cuts, self.scores(batch), side="right")
                 for i in np.unique(parts):
-                    rows = pa.Table.from_batches([batch]).filter(pa.array(parts == i))
-                    told += _tally(self.spec, PARTS[i], rows)
-                    columns = [rows[field.name].cast(field.type) for field in schema]
+                    table = pa.Table.from_batches([batch]).filter(pa.array(parts == i))
+                    told += _tally(self.spec, PARTS[i], table)
+                    columns = [table[field.name].cast(field.type) for field in schema]
                     held[PARTS[i]].append(pa.table(columns, schema=schema))
             for name, tables in held.items():
                 rows = sum(map(len, tables))
-                if rows > (CELLS * self.factor // len(schema) if batch else 0):
+                if rows > (CELLS // len(schema) if batch else 0):
                     files.append((name, f"{name}/{number:06d}-{len(files):03d}.parquet", rows))
                     with replacing(self.scratch / files[-1][1]) as partial:
                         pq.write_table(pa.concat_tables(tables), partial, row_group_size=rows)
@@ -198,12 +191,12 @@ class _Tasks:
         return (mixed >> np.uint64(11)) * 2.0**-53
 
     def rank(self, name: str, path: str, known: int, missing: int) -> dict[str, int]:
-        """Order the ids of a field that NVTabular counted, and write its vocabulary and counts."""
-        table = pa.dataset.dataset(path, format="parquet").to_table([name, f"{name}_size"])
+        """Order the ids that NVTabular counted in a field, and write its vocabulary and counts."""
+        dataset = pa.dataset.dataset(path, format="parquet")
+        table = dataset.to_table(columns=[name, f"{name}_size"])
         table = table.filter(pc.is_valid(table[name])).combine_chunks()
-        texts, counts = (column.combine_chunks() for column in table.columns)
-        counts = counts.to_numpy()
-        threshold, options = self.spec.threshold_of(name), {"buckets": self.spec.buckets_of(name)}
+        texts, counts = table[0].cast(pa.string()).combine_chunks(), table[1].to_numpy()
+        threshold = self.spec.threshold_of(name)
         if counts.sum() != known:
             raise RuntimeError(f"NVTabular lost ids {name!r}: {counts.sum():,} of {known:,}")
         if counts.max() < threshold:
@@ -212,21 +205,15 @@ class _Tasks:
                 "(freq_threshold). Lower it, or take the column out"
             )
         counts = np.append(missing, counts).astype(np.int64)
-        ranked = rank_ids(counts, texts.cast(pa.string()), threshold=threshold, **options)
+        buckets = self.spec.buckets_of(name)
+        ranked = rank_ids(counts, texts, threshold=threshold, buckets=buckets)
         write_ids(self.folder, name, ranked)
-        return {
-            "distinct": len(texts),
-            "below_threshold": int(ranked.by_id[UNKNOWN : ranked.first_id].sum()),
-            "cardinality": len(ranked.by_id),
-        }
+        below = int(ranked.by_id[UNKNOWN : ranked.first_id].sum())
+        sizes = {"distinct": len(texts), "cardinality": len(ranked.by_id)}
+        return {**sizes, "below_threshold": below}
 
-    def encode(
-        self, number: int, name: str, ranges: Mapping[str, Any], buckets: int
-    ) -> list[dict[str, Any]]:
-        """Encode a file into batches by random bucket.
-
-        Returns how many ids of each field are unknown, and how many numbers out of range.
-        """
+    def encode(self, number: int, name: str, ranges: Mapping[str, Any], buckets: int) -> Told:
+        """Encode a file into batches by random bucket; tells of unknown ids and clipped numbers."""
         schema, outside = part_schema(self.spec), {}
         raw = pq.ParquetFile(self.scratch / name).read()
         workflow = _workflow(self.folder / "workflow")
@@ -238,8 +225,7 @@ class _Tasks:
             table = pa.Table.from_pandas(workflow.transform(raw.to_pandas()), preserve_index=False)
         table = table.select(schema.names).cast(schema)
         for field in self.spec.ids:
-            ids = _flat(table[field]).to_numpy()
-            first = UNKNOWN + self.spec.buckets_of(field)
+            ids, first = _flat(table[field]).to_numpy(), UNKNOWN + self.spec.buckets_of(field)
             outside[field] = int(np.count_nonzero((ids >= UNKNOWN) & (ids < first)))
         for field, (low, high) in ranges.items():
             numbers = raw[field].to_numpy()
@@ -249,37 +235,39 @@ class _Tasks:
         ends = np.cumsum(np.bincount(bucket, minlength=buckets)).tolist()
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         with (
-            replacing(self._encoded(number)) as partial,
+            replacing(self.scratch / f"encoded/{number:06d}.arrow") as partial,
             pa.ipc.new_file(str(partial), schema, options=options) as file,
         ):
             for start, end in itertools.pairwise([0, *ends]):
                 file.write_batch(table.to_batches()[0].slice(start, end - start))
-        part = name.split("/")[0]
-        return [{"part": part, "column": c, "outside": n} for c, n in outside.items()]
+        return [{"part": name.split("/")[0], "column": c, "outside": n} for c, n in outside.items()]
 
-    def write(self, name: str, numbers: Sequence[int], bucket: int, shuffled: bool) -> None:
-        """Write a file of a part: a batch of each encoded file, in order or shuffled."""
+    def write(self, part: str, number: int, encoded: Sequence[int], bucket: int) -> None:
+        """Write a file of a part: a bucket of encoded files, in order, or shuffled to train."""
         batches = []
-        for number in numbers:
-            with pa.OSFile(str(self._encoded(number))) as file:
+        for name in (f"encoded/{i:06d}.arrow" for i in encoded):
+            with pa.OSFile(str(self.scratch / name)) as file:
                 batches.append(pa.ipc.open_file(file).get_batch(bucket))
+        if not sum(map(len, batches)):
+            return
         table = pa.Table.from_batches(batches).combine_chunks()
-        if shuffled:
+        if part == "train":
             order = np.random.default_rng([self.seed, 1, bucket]).permutation(len(table))
             table = table.take(pa.array(order))
         group = max(1, min(ROW_GROUP_ROWS, -(-len(table) // 4)))
-        if len(table):
-            with replacing(self.folder / name) as partial:
-                pq.write_table(table, partial, row_group_size=group)
-
-    def _encoded(self, number: int) -> Path:
-        return self.scratch / f"encoded/{number:06d}.arrow"
+        with replacing(self.folder / part / f"part-{number:05d}.parquet") as partial:
+            pq.write_table(table, partial, row_group_size=group)
 
 
 @functools.lru_cache(1)
 def _workflow(folder: Path) -> Any:
     """The saved workflow; its vocabularies stay in the worker's memory."""
     return load_saved(folder)
+
+
+def _chunks(source: Source, size: int) -> tuple[Source, list[Chunk]]:
+    """Divide a source, which may have to be searched for quotes and line ends."""
+    return source, source.chunks(size)
 
 
 def _flat(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -303,13 +291,13 @@ def _tally(spec: DatasetSpec, part: str, rows: pa.Table) -> Iterator[dict[str, A
 
 def _read_all(
     tasks: _Tasks, run: Callable[..., list[Any]], sources_by_part: Mapping[str, Sequence[Source]]
-) -> tuple[list[tuple[str, str, int]], pd.DataFrame]:
-    """Read all sources into files by part; returns them, and what is known by part and column."""
+) -> tuple[list[File], Any]:
+    """Read all sources into files; returns them, and a frame of what is known of each column."""
     spec = tasks.spec
     given = [(part, source) for part, of in sources_by_part.items() for source in of]
     size = sum(source.size for _, source in given) // CHUNKS
     size = max(CHUNK_BYTES[0], min(CHUNK_BYTES[1], size))
-    divided = run("dividing", tasks.chunks, [(source, size) for _, source in given])
+    divided = run("dividing", _chunks, [(source, size) for _, source in given])
     pieces = [
         (part, source, chunk)
         for (part, _), (source, chunks) in zip(given, divided, strict=True)
@@ -318,10 +306,9 @@ def _read_all(
     cuts = _cuts(tasks, run, [piece[1:] for piece in pieces if piece[0] == "train"])
     jobs = [(number, *piece, cuts) for number, piece in enumerate(pieces)]
     read = run("reading", tasks.read, jobs, [chunk.size for *_, chunk in pieces])
-    files = [file for files, _ in read for file in files]
-    if not files:
+    told = pd.DataFrame(itertools.chain(*(told for _, told in read)))
+    if told.empty:
         raise UserError(f"{given[0][1].path} has no rows. Give a file with rows")
-    told = pd.DataFrame(itertools.chain.from_iterable(told for _, told in read))
     if told.loc[told["column"] == TIME, "dates"].nunique() > 1:
         raise UserError(
             f"column {spec.split.column!r} has numbers and dates. Write its times in one form"
@@ -329,8 +316,8 @@ def _read_all(
     how = dict.fromkeys(("occurrences", "missing", "distinct", "total", "not_finite"), "sum")
     how |= {"min": "min", "max": "max", "dates": "max"}
     found = told.reindex(columns=["part", "column", *how]).groupby(["part", "column"]).agg(how)
-    columns = [spec.label, *spec.fields, TIME]
-    return files, found.reindex(pd.MultiIndex.from_product([PARTS, columns]), fill_value=0)
+    every = pd.MultiIndex.from_product([PARTS, [spec.label, *spec.fields, TIME]])
+    return [file for files, _ in read for file in files], found.reindex(every, fill_value=0)
 
 
 def _cuts(
@@ -364,7 +351,7 @@ def _cuts(
 
 
 def _checked_ranges(
-    spec: DatasetSpec, found: pd.DataFrame, rows: dict[str, int], positives: dict[str, int]
+    spec: DatasetSpec, found: Any, rows: dict[str, int], positives: dict[str, int]
 ) -> dict[str, tuple[float, float]]:
     """The ranges of numbers; raises UserError for a part or column that cannot be used."""
     for part, ones in positives.items():
@@ -393,63 +380,48 @@ def _checked_ranges(
 
 
 def _count_ids(
-    tasks: _Tasks, files: Sequence[str], found: pd.DataFrame, progress: bool
+    client: Any, tasks: _Tasks, files: Sequence[File], found: Any, progress: bool
 ) -> list[tuple[str, str, int, int]]:
     """Let NVTabular count the ids of the training files; returns the jobs of `_Tasks.rank`."""
-    of = found.loc["train"].loc[list(tasks.spec.ids)]
-    # NVTabular has no threshold with several files of a vocabulary: `rank` applies it.
-    split_out = (1 + of["distinct"] // SPLIT_IDS).astype(int).to_dict()
+    of = found.loc["train"].loc[list(tasks.spec.ids)].fillna(0).astype(int)
+    # NVTabular allows no threshold where it writes a vocabulary in several files: `rank` has it.
+    split_out = (1 + of["distinct"] // SPLIT_IDS).to_dict()
     categorify = ops.Categorify(out_path=str(tasks.scratch), split_out=split_out)
-    workflow = nvt.Workflow(list(tasks.spec.ids) >> categorify)
-    paths = [str(tasks.scratch / name) for name in files]
+    paths = [str(tasks.scratch / name) for part, name, _ in files if part == "train"]
     options = {"cpu": tasks.device == "cpu", "row_groups_per_part": 1}
-    with progress_bar("fitting", len(of), " columns", show=progress) as bar, quiet_imports():
-        workflow.fit(nvt.Dataset(paths, engine="parquet", **options))
+    with progress_bar("counting", len(of), " columns", show=progress) as bar, quiet_imports():
+        rows = nvt.Dataset(paths, engine="parquet", **options).to_ddf(columns=[*of.index])
+        # As `Workflow.fit` does, which then loads all vocabularies into one worker.
+        counted = client.compute(categorify.fit(nvt.ColumnSelector([*of.index]), rows)).result()
         bar.update(bar.total)
-    known, missing = (of["occurrences"] - of["missing"]).astype(int), of["missing"].astype(int)
-    return [(n, categorify.categories[n], known[n], missing[n]) for n in tasks.spec.ids]
-
-
-def _outputs(
-    files: Sequence[tuple[str, str, int]], buckets: int, part_rows: int
-) -> Iterator[tuple[str, list[int], int, bool]]:
-    """The jobs of `_Tasks.write`."""
-    for part in PARTS:
-        numbers = [number for number, file in enumerate(files) if file[0] == part]
-        if part == "train":
-            jobs = [(numbers, bucket, True) for bucket in range(buckets)]
-        else:
-            before = itertools.accumulate((files[number][2] for number in numbers), initial=0)
-            group = dict(zip(numbers, (rows // part_rows for rows in before), strict=False))
-            jobs = [([*of], 0, False) for _, of in itertools.groupby(numbers, group.get)]
-        yield from ((f"{part}/part-{i:05d}.parquet", *job) for i, job in enumerate(jobs))
+    known = of["occurrences"] - of["missing"]
+    return [(name, counted[name], known[name], of["missing"][name]) for name in of.index]
 
 
 def _report(
-    spec: DatasetSpec, name: str, found: pd.DataFrame, outside: pd.Series, ids: Mapping[str, int]
+    spec: DatasetSpec, name: str, found: Any, outside: Any, ids: Mapping[str, int]
 ) -> dict[str, Any]:
     """What `PreparedData.report` says of a field."""
     train = found.loc[("train", name)]
     told: dict[str, Any] = {key: int(train[key]) for key in ("occurrences", "missing")}
-    if name in spec.ids:
+    if ids:
         told |= {key: ids[key] for key in ("distinct", "below_threshold")}
         if told["distinct"] == 1 and not told["missing"]:
             told["note"] = "all training rows have the same id: leave the column out"
     else:
-        mean = train["total"] / (train["occurrences"] - train["missing"])
-        told |= {"min": float(train["min"]), "max": float(train["max"]), "mean": float(mean)}
+        told |= {"min": float(train["min"]), "max": float(train["max"])}
+        told["mean"] = float(train["total"] / (train["occurrences"] - train["missing"]))
         told["not_finite"] = int(train["not_finite"])
     for part in HELD_OUT:
         of = found.loc[(part, name)]
         told |= {f"{part}_{key}": int(of[key]) for key in ("occurrences", "missing")}
-        kind = "unknown" if name in spec.ids else "out_of_range"
-        told[f"{part}_{kind}"] = int(outside.get((part, name), 0))
+        told[f"{part}_{'unknown' if ids else 'out_of_range'}"] = int(outside.get((part, name), 0))
     return told
 
 
-def _boundaries(found: pd.DataFrame, rows: Mapping[str, int]) -> dict[str, str]:
+def _boundaries(found: Any, rows: Mapping[str, int]) -> dict[str, str]:
     """The last time of training, and the first of each other part."""
-    times = {p: found.loc[(p, TIME), "max" if p == "train" else "min"] for p in PARTS if rows[p]}
+    times = {p: found.at[(p, TIME), "max" if p == "train" else "min"] for p in PARTS if rows[p]}
     if found.at[("train", TIME), "dates"]:
         times = {p: pd.Timestamp(int(time), unit="us", tz="UTC") for p, time in times.items()}
     return {part: _time_text(time) for part, time in times.items()}

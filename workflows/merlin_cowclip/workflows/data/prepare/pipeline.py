@@ -132,11 +132,19 @@ def prepare(
     if engine == "nvtabular":
         from merlin_cowclip.workflows.data.prepare.nvtabular_engine import prepare_on_dask
 
-        options = {"seed": int(seed), "part_rows": part_rows, "progress": progress}
-        cluster = {"scheduler": scheduler, "workers": workers, "device": device}
         with all_or_nothing(out) as folder:
             with unchanged(sources):
-                made = prepare_on_dask(spec, by_part, folder, **options, **cluster)
+                made = prepare_on_dask(
+                    spec,
+                    by_part,
+                    folder,
+                    seed=int(seed),
+                    scheduler=scheduler,
+                    workers=workers,
+                    device=device,
+                    part_rows=part_rows,
+                    progress=progress,
+                )
             record = write_record(folder, head | made)
         return PreparedData(out, spec, record)
     with all_or_nothing(out) as folder:
