@@ -29,10 +29,10 @@ def gpu() -> str:
 @pytest.fixture(scope="session")
 def rapids() -> None:
     """cudf and dask-cuda, and a GPU for them."""
-    from merlin_cowclip.workflows.data.prepare.executor import check_executor
+    from merlin_cowclip.workflows.data.prepare.executor import check_cluster
     from merlin_cowclip.workflows.errors import UserError
 
     try:
-        check_executor(0, "gpu")
+        check_cluster(0, "gpu")
     except UserError as error:
         without(f"cudf, dask-cuda and a GPU ({error})")

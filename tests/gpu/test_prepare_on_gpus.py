@@ -14,8 +14,8 @@ with quiet_imports():
 @pytest.mark.parametrize("name", ["criteo", "avazu", "own"])
 def test_dask_cuda_gives_the_data_of_the_default_engine(rapids, name, tmp_path):
     spec, log = make_log(name, tmp_path)
-    ours = prepare(spec, [log], tmp_path / "cpu", seed=3, progress=False)
-    theirs = prepare(spec, [log], tmp_path / "gpu", seed=3, device="gpu", progress=False)
+    ours = prepare(spec, log, tmp_path / "cpu", seed=3, progress=False)
+    theirs = prepare(spec, log, tmp_path / "gpu", seed=3, device="gpu", progress=False)
     alike(ours, theirs)
 
 
@@ -25,10 +25,10 @@ def test_cudf_frames_are_encoded_as_pandas_frames(rapids, tmp_path):
     from merlin_cowclip.workflows.data.prepare.operators import EncodeIds
 
     spec, log = make_log("avazu", tmp_path)
-    data = prepare(spec, [log], tmp_path / "cpu", progress=False)
+    data = prepare(spec, log, tmp_path / "cpu", progress=False)
     ops = [node.op for node in data.workflow().output_node.parents]
     (encode,) = (op for op in ops if isinstance(op, EncodeIds))
-    frame = cudf.read_csv(log, dtype="str")[[*spec.categorical]]
+    frame = cudf.read_csv(log[0], dtype="str")[[*spec.categorical]]
     selector = ColumnSelector([*spec.categorical])
     expected = encode.transform(selector, frame.to_pandas())
     assert encode.transform(selector, frame).to_pandas().equals(expected)

@@ -1,31 +1,36 @@
-"""`prepare --engine nvtabular` gives the default engine's data, up to the order of equal counts."""
+"""`prepare --engine nvtabular`: the default engine's ids, rows and refusals, in another order."""
 
+import copy
+import dataclasses
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 
-from merlin_cowclip.workflows import TrainConfig, export, predict_logs, train
-from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.frequencies import frequencies
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
-from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
+from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.spec import AVAZU, CRITEO, DatasetSpec, Split
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
+from .dask_cluster import running_cluster, wait_for
+
 with quiet_imports():
     from nvtabular import ColumnSelector
 
+    from merlin_cowclip.workflows.data.prepare import nvtabular_engine
     from merlin_cowclip.workflows.data.prepare.operators import EncodeIds
 
 ROWS = 6_000
-TOML = DatasetSpec(
+ENGINES = ("arrow", "nvtabular")
+OWN = DatasetSpec(
     "own",
     "y",
     ("user", "item"),
@@ -33,7 +38,7 @@ TOML = DatasetSpec(
     ("tags",),
     null_values=("-",),
     label_values=("no", "yes"),
-    split=Split("sequential", 0.3, valid=0),
+    split=Split("time", 0.3, "day"),
     freq_threshold={"user": 3, "tags": 4},
     hash_buckets={"tags": 5},
     non_finite="missing",
@@ -42,13 +47,13 @@ TOML = DatasetSpec(
 
 def own_log() -> pd.DataFrame:
     random = np.random.default_rng(3)
-    users = "u" + pd.Series(random.zipf(1.5, ROWS) % 900).astype(str)
+    users = "user-" + pd.Series(random.zipf(1.5, ROWS) % 900).astype(str)
     tags = [
         "|".join(map(str, random.zipf(1.3, random.integers(0, 5)) % 2_000))
         + random.choice(["", "|"])
         for _ in range(ROWS)
     ]
-    return pd.DataFrame(
+    log = pd.DataFrame(
         {
             "y": random.choice(["no", "yes"], ROWS),
             "user": users.mask(random.random(ROWS) < 0.1, "-"),
@@ -56,158 +61,195 @@ def own_log() -> pd.DataFrame:
             "price": random.choice(["-", "", "inf", "1.5", "-20", "1e3"], ROWS),
             "one": 0,  # stock NormalizeMinMax makes NaN of it
             "tags": tags,
+            "day": random.choice(pd.date_range("2024-01-01", "2024-02-09").astype(str), ROWS),
         }
-    ).sort_values("user", ignore_index=True)  # whole row groups without a user
+    ).sort_values("user", ignore_index=True)  # whole chunks without a user
+    return pd.concat([log, log[:50]])  # some rows twice
 
 
-def make_log(name: str, folder: Path) -> tuple[DatasetSpec, str]:
-    """A data set and its log."""
+@pytest.fixture(autouse=True)
+def _small_files(monkeypatch):
+    monkeypatch.setattr(nvtabular_engine, "CHUNK_BYTES", (1 << 17, 1 << 17))
+    monkeypatch.setattr(nvtabular_engine, "CELLS", 10_000)
+
+
+def make_log(name: str, folder: Path) -> tuple[DatasetSpec, list[Path]]:
+    """A data set with a split that both engines make alike, and its log."""
+    log = folder / "log"
     if name == "own":
-        own_log().to_csv(folder / "log", index=False)
-        return TOML, str(folder / "log")
-    write_synthetic(name, folder / "log", rows=ROWS, seed=5, cardinality=2_000)
+        own_log().to_csv(log, index=False)
+        return OWN, [log]
+    write_synthetic(name, log, rows=ROWS, seed=5, cardinality=2_000)
+    header, *lines = log.read_text().splitlines(keepends=True)
+    for part, of in (("a", lines[:1_000]), ("b", lines[1_000:2_000]), ("log", lines[2_000:])):
+        (folder / part).write_text("".join([header, *of]))
     spec = {"criteo": CRITEO, "avazu": AVAZU}[name]
+    split = Split("random", valid=(str(folder / "a"),), test=(str(folder / "b"),))
     rare = {"freq_threshold": 4, "hash_buckets": 11 if name == "avazu" else 1}
-    return DatasetSpec.from_dict({**spec.to_dict(), **rare}), str(folder / "log")
+    return dataclasses.replace(spec, split=split, **rare), [log]
 
 
-def raw_ids(data: PreparedData, file: Path, field: str) -> pa.Array:
-    """The ids of a file: special ones as they are, the others by their raw value."""
-    counts = data.counts(field)
-    special = "special " + counts["id"].astype(str)
-    names = counts["raw"].where(counts["raw"].notna(), special).to_numpy()
-    ids = pq.read_table(file, columns=[field])[field].combine_chunks()
-    if field in data.spec.lists:
-        return pa.ListArray.from_arrays(ids.offsets, pa.array(names[ids.flatten().to_numpy()]))
-    return pa.array(names[ids.to_numpy()])
+def rows_of(data: PreparedData, part: str, ordered: bool = False) -> pd.DataFrame:
+    files = {"train": data.train_files, "valid": data.valid_files, "test": data.test_files}[part]
+    frame = pd.concat(map(pd.read_parquet, files), ignore_index=True)
+    for name in data.spec.lists:
+        frame[name] = frame[name].map(tuple)
+    return frame if ordered else frame.sort_values([*frame], ignore_index=True)
 
 
 def alike(one: PreparedData, other: PreparedData) -> None:
-    """The same files, rows and records, but for the numbers of ids that occur equally often."""
-    files = [(*data.train_files, *data.test_files) for data in (one, other)]
-    assert [f.relative_to(one.path) for f in files[0]] == [
-        f.relative_to(other.path) for f in files[1]
-    ]
-    for ours, theirs in zip(*files, strict=True):
-        assert pq.read_schema(ours).equals(pq.read_schema(theirs))
-        numbers = [one.spec.label, *one.spec.continuous]
-        assert pq.read_table(ours, columns=numbers).equals(pq.read_table(theirs, columns=numbers))
-        for field in one.spec.ids:
-            assert raw_ids(one, ours, field).equals(raw_ids(other, theirs, field)), field
+    """The same rows as sets, in held-out parts in order, and the same ids, counts and records."""
+    for part in PARTS:
+        ordered = part != "train"
+        frames = (rows_of(data, part, ordered) for data in (one, other))
+        pd.testing.assert_frame_equal(*frames)
+    assert pq.read_schema(one.train_files[0]).equals(pq.read_schema(other.train_files[0]))
     for field in one.spec.ids:
-        counts = [data.counts(field) for data in (one, other)]
-        assert counts[0]["count"].tolist() == counts[1]["count"].tolist()
-        pd.testing.assert_frame_equal(
-            *(c[["raw", "count"]].sort_values(["count", "raw"], ignore_index=True) for c in counts)
-        )
+        pd.testing.assert_frame_equal(one.counts(field), other.counts(field))
     assert one.schema == other.schema  # its text has maps, whose order varies
-    records = [
-        {k: v for k, v in data.record.items() if k not in ("manifest", "engine")}
-        for data in (one, other)
-    ]
+    records = [copy.deepcopy(data.record) for data in (one, other)]
+    means = [[r["report"]["fields"][c].pop("mean") for c in one.spec.continuous] for r in records]
+    assert means[0] == pytest.approx(means[1])
+    for record in records:
+        del record["manifest"], record["engine"]
     assert records[0] == records[1]
 
 
-@pytest.mark.parametrize(
-    ("name", "workers"),
-    [
-        ("criteo", 0),
-        ("avazu", 0),
-        ("own", 0),
-        pytest.param("own", 2, marks=pytest.mark.extended),
-    ],
-)
-def test_the_data_of_the_default_engine(tmp_path, name, workers, capfd):
+@pytest.mark.parametrize("name", ["criteo", "avazu", "own"])
+def test_the_data_of_the_default_engine(tmp_path, name, capfd, monkeypatch):
     spec, log = make_log(name, tmp_path)
-    ours = prepare(spec, [log], tmp_path / "arrow", seed=3, part_rows=1_500, progress=False)
-    theirs = prepare(
-        spec,
-        [log],
-        tmp_path / "nvtabular",
-        seed=3,
-        part_rows=1_500,
-        workers=workers,
-        engine="nvtabular",
-    )
+    if name != "own":  # many columns
+        monkeypatch.setattr(nvtabular_engine, "CHUNK_BYTES", (1 << 19, 1 << 19))
+        monkeypatch.setattr(nvtabular_engine, "CELLS", 100_000)
+    ours = prepare(spec, log, tmp_path / "arrow", seed=3, progress=False)
+    options = {"seed": 3, "part_rows": 1_500, "engine": "nvtabular"}
+    theirs = prepare(spec, log, tmp_path / "nvtabular", **options)
     shown = capfd.readouterr().err
-    for step in ("reading", "columns", "raw rows", "fitting", "encoding", "checking"):
+    for step in ("reading", "counting", "encoding", "writing"):
         assert step in shown
-    assert ("Dask dashboard" in shown) == bool(workers)
     assert (ours.record["engine"], theirs.record["engine"]) == ("arrow", "nvtabular")
     alike(ours, theirs)
     assert {"arrow", "nvtabular"} == {p.name for p in tmp_path.iterdir() if p.is_dir()}
     assert not list(theirs.path.glob(".s*"))
+    assert len(theirs.train_files) >= 3
     hashed = {c: spec.buckets_of(c) for c in spec.ids if spec.buckets_of(c) > 1}
     used = [np.count_nonzero(theirs.counts(c)["count"][2 : 2 + n]) for c, n in hashed.items()]
     assert max(used, default=9) > 2  # rare ids are in several buckets
 
 
-@pytest.mark.extended
-def test_all_commands_take_it(tmp_path, monkeypatch):
-    spec, log = make_log("own", tmp_path)
-    ours = prepare(spec, [log], tmp_path / "arrow", progress=False)
-    theirs = prepare(spec, [log], tmp_path / "nvtabular", engine="nvtabular", progress=False)
-    tables = [frequencies(data, progress=False).table() for data in (ours, theirs)]
-    assert tables[0] == tables[1]
-    top = [
-        keep_top_ids(data, 2, data.path.with_suffix(".top"), progress=False)
-        for data in (ours, theirs)
+def test_training_rows_are_shuffled(tmp_path):
+    """Each row once; every file has rows of all of the log, in random order; by the seed."""
+    log = pd.DataFrame({"y": np.arange(ROWS) % 2, "n": np.arange(ROWS), "c": "x"})
+    log.to_csv(tmp_path / "log", index=False)
+    spec = DatasetSpec("toy", "y", ("c",), ("n",), split=Split(valid=0.25, test=0.2))
+    options = {"engine": "nvtabular", "progress": False, "part_rows": 1_000}
+    data = [
+        prepare(spec, [tmp_path / "log"], tmp_path / f"data-{i}", seed=i % 2, **options)
+        for i in range(3)
     ]
-    assert top[0].cardinalities == top[1].cardinalities
-    config = TrainConfig(
-        batch_size=64,
-        base_batch_size=64,
-        dense_lr=1e-2,
-        embedding_lr=5e-2,
-        epochs=1,
-        model="fm",
-        embedding_dim=3,
-    )
-    run = train(theirs, config, tmp_path / "run", progress=False)
-    predict_logs(run, [log], tmp_path / "scores.parquet", progress=False)
-    assert pq.read_metadata(tmp_path / "scores.parquet").num_rows == ROWS
-    export(run, tmp_path / "repository", check_raw=[log], progress=False)  # compares scores
-    assert main(["evaluate", str(run.path), "--quiet"]) == 0
+    frames = [pd.concat([rows_of(d, p, True) for p in PARTS])["n"].to_numpy() for d in data]
+    assert (frames[0] == frames[2]).all()
+    assert not (frames[0] == frames[1]).all()
+    high = [d.record["ranges"]["n"][1] for d in data]
+    numbers = [np.unique(np.round(f * h)) for f, h in zip(frames, high, strict=True)]
+    assert min(map(len, numbers)) >= ROWS - 9  # a few held-out ones are clipped
+    train = rows_of(data[0], "train", True)["n"].to_numpy()
+    assert abs(np.corrcoef(train[1:], train[:-1])[0, 1]) < 0.06  # 3.5 standard deviations
+    for file in data[0].train_files:
+        numbers = pd.read_parquet(file)["n"].to_numpy()
+        assert 700 < len(numbers) < 1_200
+        assert np.histogram(numbers, 4, (0, 1))[0].min() > 0.15 * len(numbers)
+    assert (np.diff(rows_of(data[0], "test", True)["n"]) > 0).all()
+    shares = np.array([data[0].rows[part] for part in PARTS]) / ROWS
+    assert shares == pytest.approx([0.6, 0.2, 0.2], abs=0.02)
+
+
+def test_a_row_keeps_its_part(tmp_path):
+    """The part depends on a row's values and the seed: not on its file, place or chunk."""
+    own_log().to_csv(tmp_path / "log", index=False)
+    shuffled = own_log().sample(frac=1, random_state=1)
+    for i in range(2):
+        shuffled[i::2].to_csv(tmp_path / f"half-{i}", index=False)
+    spec = dataclasses.replace(OWN, split=Split())
+    options = {"engine": "nvtabular", "progress": False}
+    one = prepare(spec, [tmp_path / "log"], tmp_path / "one", **options)
+    halves = [tmp_path / "half-0", tmp_path / "half-1"]
+    other = prepare(spec, halves, tmp_path / "other", **options)
+    for part in PARTS:
+        pd.testing.assert_frame_equal(rows_of(one, part), rows_of(other, part))
+
+
+def test_vocabularies_merged_by_several_tasks(tmp_path, monkeypatch):
+    """NVTabular's `split_out`, which large fields need."""
+    spec, log = make_log("own", tmp_path)
+    one = prepare(spec, log, tmp_path / "one", engine="nvtabular", progress=False)
+    monkeypatch.setattr(nvtabular_engine, "SPLIT_IDS", 2_000)
+    other = prepare(spec, log, tmp_path / "other", engine="nvtabular", progress=False)
+    alike(one, other)
+
+
+def test_many_times_are_divided_nearly(tmp_path, monkeypatch):
+    """A chunk is known by a few of its times; the boundary is one of them."""
+    monkeypatch.setattr(nvtabular_engine, "SKETCH", 50)
+    random = np.random.default_rng(0)
+    log = pd.DataFrame({"y": random.integers(0, 2, ROWS), "c": "x", "t": random.random(ROWS)})
+    log.to_csv(tmp_path / "log", index=False)
+    spec = DatasetSpec("toy", "y", ("c",), split=Split("time", 0.2, "t", 0.25))
+    data = prepare(spec, [tmp_path / "log"], tmp_path / "data", engine="nvtabular", progress=False)
+    assert [data.rows[p] / ROWS for p in PARTS] == pytest.approx([0.6, 0.2, 0.2], abs=0.01)
+    ends = {part: float(time) for part, time in data.record["boundaries"].items()}
+    assert ends["train"] < ends["valid"] < ends["test"]
+    assert (log["t"] <= ends["train"]).sum() == data.rows["train"]
+    assert (log["t"] >= ends["test"]).sum() == data.rows["test"]
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"freq_threshold": 10_000}, "no id of 'user' occurs 10,000 times"),
+        ({"freq_threshold": 10_000}, "no id of 'user' occurs 10,000 times in the training rows"),
         ({"user": None}, "column 'user' has no value in the .* training rows"),
         ({"price": "x"}, "column 'price'"),
+        ({"y": "maybe"}, "log, line 2, column 'y': the label is 'maybe'"),
         ({"y": "no"}, "the training part has .* rows with label 0 and 0 with label 1"),
+        ({"day": "2024-01-01"}, "all 6,050 rows to divide have the same time, column 'day'"),
+        ({"day": ["1", "2024-01-01"] * 3025}, "column 'day'"),
+        ({"price": ["1e308", "-1e308"] * 3025}, "the range of column 'price' is too large"),
     ],
 )
 def test_bad_logs_are_refused_alike(tmp_path, change, says):
     frame = own_log().assign(**{k: v for k, v in change.items() if k in own_log()})
     frame.to_csv(tmp_path / "log", index=False)
     options = {k: v for k, v in change.items() if k not in frame}
-    spec = DatasetSpec.from_dict({**TOML.to_dict(), **options})
-    for engine in ("arrow", "nvtabular"):
+    spec = dataclasses.replace(OWN, **options)
+    for engine in ENGINES["price" in change and says != "column 'price'" :]:
         with pytest.raises(UserError, match=says):
             prepare(spec, [tmp_path / "log"], tmp_path / "out", engine=engine, progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["log"]
 
 
-def test_a_failure_within_nvtabular_leaves_nothing(tmp_path, monkeypatch):
-    def fails(*_, **__):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr("nvtabular.Workflow.fit", fails)
-    _, log = make_log("own", tmp_path)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        prepare(TOML, [log], tmp_path / "out", engine="nvtabular", progress=False)
-    assert [p.name for p in tmp_path.iterdir()] == ["log"]
+def test_times_of_two_forms_in_two_files(tmp_path):
+    for name, time in (("a", "2024-01-01"), ("b", "7")):
+        own_log().assign(day=[time, *own_log()["day"][1:]] if name == "a" else time).to_csv(
+            tmp_path / name, index=False
+        )
+    for engine in ENGINES:
+        with pytest.raises(UserError, match="column 'day' has numbers and dates"):
+            prepare(OWN, [tmp_path / "a", tmp_path / "b"], tmp_path / "out", engine=engine)
 
 
 def test_arguments_are_checked(tmp_path):
-    for options, says in (
-        ({"engine": "polars"}, "engine must be 'arrow' or 'nvtabular'"),
-        ({"engine": "arrow", "device": "gpu"}, "device 'gpu' needs engine 'nvtabular'"),
+    own_log().to_csv(tmp_path / "log", index=False)
+    last = dataclasses.replace(OWN, split=Split("sequential"))
+    for spec, options, says in (
+        (OWN, {"engine": "polars"}, "engine must be 'arrow' or 'nvtabular'"),
+        (OWN, {"engine": "arrow", "device": "gpu"}, "device 'gpu' needs engine 'nvtabular'"),
+        (OWN, {"engine": "arrow", "scheduler": "x:1"}, "scheduler needs engine 'nvtabular'"),
+        (OWN, {"workers": 2, "scheduler": "x:1"}, "Leave workers out"),
+        (last, {"engine": "nvtabular"}, "has no sequential split. Split by time or at random"),
     ):
         with pytest.raises(UserError, match=says):
-            prepare(TOML, [tmp_path / "log"], tmp_path / "out", **options)
+            prepare(spec, [tmp_path / "log"], tmp_path / "out", **options)
+    assert [p.name for p in tmp_path.iterdir()] == ["log"]
 
 
 class OnDevice(pd.DataFrame):
@@ -262,8 +304,73 @@ def test_names_that_stock_categorify_uses_itself(tmp_path, name):
     found = encode.transform(ColumnSelector([name]), OnDevice({name: texts}))
     assert found[name].tolist() == [3 + ord(text) - ord("a") for text in texts]
 
-    pd.DataFrame({"y": np.arange(200) % 2, name: texts}).to_csv(tmp_path / "log", index=False)
-    spec = DatasetSpec("toy", "y", (name,))
-    for engine in ("arrow", "nvtabular"):
-        prepare(spec, [tmp_path / "log"], tmp_path / engine, engine=engine, progress=False)
-    alike(*(PreparedData.open(tmp_path / engine) for engine in ("arrow", "nvtabular")))
+    days = np.arange(200) // 50
+    log = pd.DataFrame({"y": np.arange(200) % 2, name: texts, "day": days})
+    log.to_csv(tmp_path / "log", index=False)
+    spec = DatasetSpec("toy", "y", (name,), split=Split("time", 0.25, "day"))
+    options = {"progress": False}
+    data = [prepare(spec, [tmp_path / "log"], tmp_path / e, engine=e, **options) for e in ENGINES]
+    alike(*data)
+
+
+# A cluster that somebody else started
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with running_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.mark.extended
+def test_a_failure_on_a_cluster_leaves_nothing(cluster, tmp_path):
+    frame = own_log()
+    frame["y"].iloc[-1] = "maybe"
+    frame.to_csv(tmp_path / "log", index=False)
+    with pytest.raises(UserError, match="line 6051, column 'y': the label is 'maybe'"):
+        prepare(OWN, [tmp_path / "log"], tmp_path / "out", scheduler=cluster.address)
+    assert [p.name for p in tmp_path.iterdir()] == ["log"]
+
+
+@pytest.mark.extended
+def test_a_worker_dies_while_ids_are_counted(cluster, tmp_path, monkeypatch, capfd):
+    """The result is whole, both workers worked, and no row came to this process."""
+    from distributed import Client, get_task_stream
+
+    spec, log = make_log("own", tmp_path)
+    ours = prepare(spec, log, tmp_path / "arrow", seed=3, progress=False)
+    (cluster.home / "slow").touch()
+
+    def kill_one() -> None:
+        wait_for(lambda: list(cluster.home.glob(f"fit-{cluster.workers[0].pid}")))
+        cluster.workers[0].kill()
+
+    results, gather = [], Client._gather
+
+    async def gathered(*args, **kwargs):
+        result = await gather(*args, **kwargs)
+        results.append(pickle.dumps(result))
+        return result
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        for reader in (
+            "pyarrow.parquet.ParquetFile.read",
+            "pyarrow.parquet.read_table",
+            "pandas.read_parquet",
+        ):
+            patch.setattr(reader, None)
+        patch.setattr(CsvSource, "read", None)
+        patch.setattr(Client, "_gather", gathered)
+        observer = Client(cluster.address, set_as_default=False)
+        with observer, get_task_stream(observer) as stream:
+            killed = pool.submit(kill_one)
+            options = {"seed": 3, "scheduler": cluster.address}
+            data = prepare(spec, log, tmp_path / "data", **options)
+            killed.result()
+    assert cluster.workers[0].wait() != 0
+    assert "Dask dashboard" in capfd.readouterr().err
+    alike(ours, PreparedData.open(data.path))
+    workers = {task["worker"] for task in stream.data if task["key"].startswith("reading")}
+    assert len(workers) == 2
+    assert not [result for result in results if b"user-" in result]
+    assert sum(map(len, results)) < 50_000

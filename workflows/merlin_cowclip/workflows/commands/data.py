@@ -45,11 +45,15 @@ _of_spec = functools.partial(option, group="Override the data set's specificatio
     "--engine",
     metavar="duckdb|nvtabular",
     help="library that counts ids: on this machine, or on a Dask cluster",
-    shown="duckdb; nvtabular with --device gpu",
+    shown="duckdb; nvtabular with --device gpu, --workers or --scheduler",
 )
 @option("--device", default="cpu", metavar="cpu|gpu", help="device of NVTabular")
 @option("--workers", type=int, default=0, metavar="N", help="Dask processes of NVTabular here")
-@option("--scheduler", metavar="ADDRESS", help="Dask scheduler of a cluster that runs")
+@option(
+    "--scheduler",
+    metavar="ADDRESS",
+    help="Dask cluster whose workers see LOG and DATA, as in tcp://10.0.0.1:8786",
+)
 @option(
     "--vocabulary-from",
     type=PATH,

@@ -1,45 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads of this process, or a local Dask cluster on CPUs or GPUs.
+"""A Dask cluster: one that runs already, or a local one on CPUs or GPUs.
 
 A task reads and writes files and may run again, so that a worker may die.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.workflows.errors import UserError, check_whole
+from merlin_cowclip.workflows.progress import progress_bar
 
-THREADS = min(4, os.cpu_count() or 1)  # of one process; each holds one column, or one part
-DEATHS = 3  # of workers over one task, before the task is given up
+THREADS = min(4, os.cpu_count() or 1)  # of one process, without workers
+CONNECT = 60  # seconds for a scheduler and its first worker to answer
+VERSION = importlib.metadata.version("merlin-cowclip")
 SETTINGS = {
-    "distributed.scheduler.allowed-failures": DEATHS,
+    "distributed.scheduler.allowed-failures": 3,
     # The files are the state: there is nothing worth waiting for from a dead worker.
-    "distributed.comm.timeouts.connect": "60s",
+    "distributed.comm.timeouts.connect": f"{CONNECT}s",
     "distributed.worker.daemon": True,  # workers end with us, however we end
 }
 
 
 @contextlib.contextmanager
-def make_executor(workers: int, device: str, scratch: Path) -> Iterator[Executor]:
-    """Threads of this process, or a local Dask cluster: CPU processes, or one worker per GPU.
+def connect(
+    scratch: Path, scheduler: str | None = None, workers: int = 0, device: str = "cpu"
+) -> Iterator[Any]:
+    """Connect to the cluster of a scheduler's address, or to a local one, which then ends.
 
-    With 0 ``workers``, all GPUs, or threads. ``scratch`` is a folder for data that workers spill.
-    Raises UserError if a task killed several workers.
+    A local one has ``workers`` processes, or with 0 all GPUs, or threads of this process. All
+    workers must see ``scratch``, where local ones spill data. Yields a `distributed.Client`; raises
+    UserError if there is no cluster that can work, or a task killed several workers.
     """
-    if device == "cpu" and not workers:
-        with ThreadPoolExecutor(THREADS) as pool:
-            yield pool
-        return
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a worker that starts
         raise UserError(
             'call prepare(workers=…) under `if __name__ == "__main__":`. Dask imports the script '
@@ -55,23 +57,83 @@ def make_executor(workers: int, device: str, scratch: Path) -> Iterator[Executor
 
         kind = dask_cuda.LocalCUDACluster
     options = {**cluster_options(workers, device), "local_directory": str(scratch)}
-    with dask.config.set(SETTINGS), kind(**options) as cluster, Client(cluster) as client:
-        client.register_worker_callbacks(ignore_interrupts)
-        print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr, flush=True)
+    with (
+        dask.config.set(SETTINGS),
+        contextlib.nullcontext(scheduler) if scheduler else kind(**options) as cluster,
+    ):
         try:
-            yield client.get_executor(pure=False)  # two equal tasks are two tasks
+            client = Client(cluster, timeout=CONNECT)
+            client.wait_for_workers(1, timeout=CONNECT)
+        except (OSError, TimeoutError, ValueError) as error:
+            raise UserError(
+                f"no Dask workers at {cluster}: {error}. Start `dask scheduler` and `dask worker`, "
+                "and give the scheduler's address, as in tcp://10.0.0.1:8786"
+            ) from None
+        try:
+            with client:
+                if options.get("processes", True) or scheduler:
+                    print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr, flush=True)
+                for worker, found in client.run(_describe, str(scratch)).items():
+                    if found != (True, VERSION):
+                        raise UserError(
+                            f"Dask worker {worker} has no {scratch}, or another version of "
+                            "merlin-cowclip. All workers must share the folder and the version"
+                        )
+                yield client
         except KilledWorker:
             raise UserError(
-                f"{DEATHS + 1} Dask workers died on the same task, probably out of memory. Use "
-                "fewer workers or a larger machine"
+                "several Dask workers died on the same task, probably out of memory. Use fewer "
+                "workers, or machines with more memory"
             ) from None
+        finally:
+            # A task that runs may still write into a folder that is about to be removed.
+            if scheduler and sys.exc_info()[0]:
+                with contextlib.suppress(Exception), Client(scheduler, timeout=CONNECT) as other:
+                    other.run(_until_idle)
 
 
-def check_executor(workers: int, device: str) -> None:
-    """Check the arguments of `make_executor`, that packages are there, and a GPU per worker."""
+def _describe(folder: str) -> tuple[bool, str]:
+    if multiprocessing.parent_process():  # a terminal sends Ctrl-C to all processes of a command
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return os.path.isdir(folder), importlib.metadata.version("merlin-cowclip")
+
+
+async def _until_idle(dask_worker: Any) -> None:
+    for _ in range(10 * CONNECT):
+        if dask_worker.state.executing_count:
+            await asyncio.sleep(0.1)
+
+
+def run_tasks(
+    client: Any,
+    title: str,
+    task: Callable[..., Any],
+    jobs: Sequence[Sequence[Any]],
+    sizes: Sequence[int] = (),
+    *,
+    progress: bool = True,
+) -> list[Any]:
+    """Run a task on the workers with the arguments of each job, of ``sizes`` in bytes, if given.
+
+    Returns the results in order.
+    """
+    futures = client.map(task, *zip(*jobs, strict=True), key=title, pure=False) if jobs else []
+    sizes, unit = (sizes, "B") if sizes else ([1] * len(jobs), " tasks")
+    results = []
+    with progress_bar(title, sum(sizes), unit, show=progress) as bar:
+        for future, size in zip(futures, sizes, strict=True):
+            results.append(future.result())
+            bar.update(size)
+    return results
+
+
+def check_cluster(workers: int, device: str, scheduler: str | None = None) -> None:
+    """Check the arguments of `connect`, that packages are there, and a GPU per worker."""
     if device not in ("cpu", "gpu"):
         raise UserError(f"device must be 'cpu' or 'gpu'. Received: {device!r}")
     check_whole("workers", workers, 0, 4 * (os.cpu_count() or 1))
+    if scheduler is not None and workers:
+        raise UserError("a scheduler has workers of its own. Leave workers out")
     if device == "cpu":
         return
     for package in ("cudf", "dask_cudf", "dask_cuda"):
@@ -92,7 +154,7 @@ def check_executor(workers: int, device: str) -> None:
 
 
 def cluster_options(workers: int, device: str) -> dict[str, Any]:
-    """Arguments of Dask's `LocalCluster` or dask-cuda's `LocalCUDACluster`: one thread a worker."""
+    """Arguments of Dask's `LocalCluster` or dask-cuda's `LocalCUDACluster`."""
     options: dict[str, Any] = {
         "n_workers": workers or None,  # one for each GPU
         "threads_per_worker": 1,
@@ -101,9 +163,6 @@ def cluster_options(workers: int, device: str) -> dict[str, Any]:
     }
     if device == "gpu":
         options |= {"rmm_pool_size": 0.4, "rmm_maximum_pool_size": 0.8}  # of its memory
+    elif not workers:
+        options |= {"n_workers": 1, "threads_per_worker": THREADS, "processes": False}
     return options
-
-
-def ignore_interrupts() -> None:
-    """In a worker: Ctrl-C, which a terminal sends to all processes, ends the first one only."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -27,6 +27,7 @@ from dask.utils import parse_bytes
 
 from merlin_cowclip.workflows.data.encoder import Encoder, Scale
 from merlin_cowclip.workflows.data.prepare.columns import Piece, Scan, write_pieces
+from merlin_cowclip.workflows.data.prepare.executor import check_cluster
 from merlin_cowclip.workflows.data.prepare.fit import Encoding, Fitted, fit_ids, fit_numbers
 from merlin_cowclip.workflows.data.prepare.shuffle import PART_ROWS, write_parts
 from merlin_cowclip.workflows.data.prepare.split import split_rows
@@ -108,6 +109,7 @@ def prepare(
         raise UserError(
             "device 'gpu', workers and scheduler need engine 'nvtabular'. Leave the engine out"
         )
+    check_cluster(workers, device, scheduler)
     if engine != "duckdb" and like is not None:
         raise UserError("an earlier vocabulary needs engine 'duckdb'. Leave the engine out")
     if grow and like is None:

@@ -124,7 +124,7 @@ def split_rows(
                 f"label 1, column {spec.label!r}. Both must occur: give more rows, or another seed "
                 "or split"
             )
-    parts.boundaries.update({part: _time_text(ends[part]) for part in PARTS if part in ends})
+    parts.boundaries.update({part: time_text(ends[part]) for part in PARTS if part in ends})
     return parts
 
 
@@ -176,7 +176,8 @@ def _time_cut(
     return cut
 
 
-def _time_text(time: Any) -> str:
+def time_text(time: Any) -> str:
+    """A number, or microseconds since 1970 as a date, to show."""
     if isinstance(time, np.floating):
         return repr(float(time)).removesuffix(".0")
     text = pd.Timestamp(int(time), unit="us").isoformat(sep=" ", timespec="auto")
