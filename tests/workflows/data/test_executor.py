@@ -150,7 +150,7 @@ def test_gpu_workers_are_configured_as_dask_cuda_takes_it():
     assert cluster_options(2, "gpu")["n_workers"] == 2
 
 
-@pytest.mark.parametrize("engine", ["arrow", "nvtabular"])
+@pytest.mark.parametrize("engine", ["nvtabular"])
 def test_workers_are_bounded_by_the_cores(monkeypatch, tmp_path, engine):
     monkeypatch.setattr(executor.os, "cpu_count", lambda: 3)
     check_cluster(12, "cpu")

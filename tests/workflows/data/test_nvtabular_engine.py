@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
@@ -29,7 +28,7 @@ with quiet_imports():
     from merlin_cowclip.workflows.data.prepare.operators import EncodeIds
 
 ROWS = 6_000
-ENGINES = ("arrow", "nvtabular")
+ENGINES = ("duckdb", "nvtabular")
 OWN = DatasetSpec(
     "own",
     "y",
@@ -121,15 +120,15 @@ def test_the_data_of_the_default_engine(tmp_path, name, capfd, monkeypatch):
     if name != "own":  # many columns
         monkeypatch.setattr(nvtabular_engine, "CHUNK_BYTES", (1 << 19, 1 << 19))
         monkeypatch.setattr(nvtabular_engine, "CELLS", 100_000)
-    ours = prepare(spec, log, tmp_path / "arrow", seed=3, progress=False)
+    ours = prepare(spec, log, tmp_path / "duckdb", seed=3, progress=False)
     options = {"seed": 3, "part_rows": 1_500, "engine": "nvtabular"}
     theirs = prepare(spec, log, tmp_path / "nvtabular", **options)
     shown = capfd.readouterr().err
     for step in ("reading", "counting", "encoding", "writing"):
         assert step in shown
-    assert (ours.record["engine"], theirs.record["engine"]) == ("arrow", "nvtabular")
+    assert (ours.record["engine"], theirs.record["engine"]) == ("duckdb", "nvtabular")
     alike(ours, theirs)
-    assert {"arrow", "nvtabular"} == {p.name for p in tmp_path.iterdir() if p.is_dir()}
+    assert {"duckdb", "nvtabular"} == {p.name for p in tmp_path.iterdir() if p.is_dir()}
     assert not list(theirs.path.glob(".s*"))
     assert len(theirs.train_files) >= 3
     hashed = {c: spec.buckets_of(c) for c in spec.ids if spec.buckets_of(c) > 1}
@@ -241,9 +240,9 @@ def test_arguments_are_checked(tmp_path):
     own_log().to_csv(tmp_path / "log", index=False)
     last = dataclasses.replace(OWN, split=Split("sequential"))
     for spec, options, says in (
-        (OWN, {"engine": "polars"}, "engine must be 'arrow' or 'nvtabular'"),
-        (OWN, {"engine": "arrow", "device": "gpu"}, "device 'gpu' needs engine 'nvtabular'"),
-        (OWN, {"engine": "arrow", "scheduler": "x:1"}, "scheduler needs engine 'nvtabular'"),
+        (OWN, {"engine": "polars"}, "engine must be 'duckdb' or 'nvtabular'"),
+        (OWN, {"engine": "duckdb", "device": "gpu"}, "device 'gpu', workers and scheduler need"),
+        (OWN, {"engine": "duckdb", "scheduler": "x:1"}, "workers and scheduler need"),
         (OWN, {"workers": 2, "scheduler": "x:1"}, "Leave workers out"),
         (last, {"engine": "nvtabular"}, "has no sequential split. Split by time or at random"),
     ):
@@ -338,7 +337,7 @@ def test_a_worker_dies_while_ids_are_counted(cluster, tmp_path, monkeypatch, cap
     from distributed import Client, get_task_stream
 
     spec, log = make_log("own", tmp_path)
-    ours = prepare(spec, log, tmp_path / "arrow", seed=3, progress=False)
+    ours = prepare(spec, log, tmp_path / "duckdb", seed=3, progress=False)
     (cluster.home / "slow").touch()
 
     def kill_one() -> None:

@@ -85,7 +85,7 @@ def prepare_on_dask(
             "time or at random, or give files"
         )
     refused = [key for key in NOT_OFFERED if getattr(spec, key)]
-    if refused or (device == "gpu" and spec.renamed | dict.fromkeys(_time_fields(spec))):
+    if refused or (device == "gpu" and [*spec.renamed, *_time_fields(spec)]):
         refused = refused or [*spec.renamed, *_time_fields(spec)]
         raise UserError(
             f"engine 'nvtabular' does not offer {quoted(refused)} of the specification on device "
@@ -462,5 +462,5 @@ def _boundaries(found: Any, rows: Mapping[str, int]) -> dict[str, str]:
     """The last time of training, and the first of each other part."""
     times = {p: found.at[(p, TIME), "max" if p == "train" else "min"] for p in PARTS if rows[p]}
     if found.at[("train", TIME), "dates"]:
-        times = {p: pd.Timestamp(int(time), unit="us", tz="UTC") for p, time in times.items()}
+        times = {p: int(time) for p, time in times.items()}
     return {part: time_text(time) for part, time in times.items()}
