@@ -485,28 +485,6 @@ def test_rows_like_those_of_a_folder_are_split_anew(cut, tmp_path):
     assert again.rows == {"train": 400, "valid": 0, "test": 600}
 
 
-@pytest.mark.parametrize("kind", ["random", "sequential", "time"])
-@pytest.mark.parametrize("valid", [0, 0.1, "a file"])
-def test_the_order_of_the_training_rows_is_kept_without_a_validation_part(
-    tmp_path, log, kind, valid
-):
-    """So that `tune` can hold the last of them out."""
-    log = log.sample(frac=1, random_state=1).assign(row=range(ROWS))
-    log[:5_500].to_csv(tmp_path / "a.csv", index=False)
-    log[5_500:].to_csv(tmp_path / "v.csv", index=False)
-    valid = (str(tmp_path / "v.csv"),) if valid == "a file" else valid
-    split = Split(kind, 0.2, "hour" if kind == "time" else None, valid)
-    spec = DatasetSpec("toy", "y", ("item",), ("row", "hour"), split=split)
-    data = prepare(spec, [tmp_path / "a.csv"], tmp_path / "out", progress=False)
-    order = data.path / "order.parquet"
-    assert order.exists() == (kind != "random" and not valid)
-    if order.exists():
-        name = "hour" if kind == "time" else "row"
-        low, high = data.record["ranges"][name]
-        numbers = np.rint(rows_of(data)[name] * (high - low) + low)
-        assert pd.read_parquet(order)["order"].tolist() == numbers.tolist()
-
-
 # inf and NaN
 
 

@@ -117,12 +117,11 @@ def test_counts_of_the_top_k_data(data, top3, field):
     assert top3.cardinalities[field] == len(counts)
 
 
-def test_the_folder_is_whole_and_says_where_it_is_from(data, top3):
+def test_the_folder_is_whole(data, top3):
     assert {p.name for p in top3.path.iterdir()} == {
         *(".merlin", "counts", "prepare.json", "schema.pbtxt"),
-        *("test", "train", "valid", "workflow", "order.parquet"),
+        *("test", "train", "valid", "workflow"),
     }
-    assert top3.record["derived_from"] == {"path": str(data.path), "top_k": 3}
     assert (top3.rows, top3.seed, top3.spec) == (data.rows, data.seed, data.spec)
     for old, new in zip(
         [*data.train_files, *data.test_files], [*top3.train_files, *top3.test_files], strict=True

@@ -342,6 +342,13 @@ def test_another_study_is_refused(data, plain, tmp_path, fake, change, words):
         tuned_by(data, dataclasses.replace(plain, **change), tmp_path / "tune")
 
 
+def test_data_without_a_validation_part(data, plain, tmp_path):
+    record = {**data.record, "rows": {**data.rows, "valid": 0}}
+    with pytest.raises(UserError, match="no validation part. Prepare it again with --valid 0.1"):
+        tuned_by(dataclasses.replace(data, record=record), plain, tmp_path / "tune")
+    assert not (tmp_path / "tune").exists()
+
+
 # Trials that train
 
 

@@ -223,7 +223,7 @@ def test_a_part_of_which_nothing_would_be_left_is_refused(data, options):
 def test_a_part_without_rows_is_refused(data):
     """An adopted pipeline may have no test part."""
     record = {**data.record, "files": {"test": []}, "rows": {"test": 0}}
-    with pytest.raises(UserError, match="has no test part. Name data that has one"):
+    with pytest.raises(UserError, match="has no test part. Prepare it again with --test"):
         Loader(PreparedData(data.path, data.spec, record), "test", batch_size=BATCH)
 
 

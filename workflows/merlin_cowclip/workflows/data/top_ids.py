@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,7 @@ from merlin_cowclip.workflows.data.counts import read_counts
 from merlin_cowclip.workflows.data.prepare.executor import THREADS
 from merlin_cowclip.workflows.data.prepare.fit import write_ids
 from merlin_cowclip.workflows.data.prepare.statistics import MISSING, PADDING, UNKNOWN, IdStatistics
-from merlin_cowclip.workflows.data.prepared_data import ORDER, PARTS, PreparedData, write_record
+from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData, write_record
 from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing
 from merlin_cowclip.workflows.progress import progress_bar
@@ -39,8 +38,7 @@ def keep_top_ids(
         progress: show progress bars on stderr.
 
     Returns:
-        The new folder. Its record has ``derived_from`` (``path``, ``top_k``); the report is the
-        source's.
+        The new folder. Its report is the source's.
 
     Raises:
         UserError: a bad argument, adopted data, counts that cannot be read, or ``out`` exists.
@@ -77,13 +75,10 @@ def keep_top_ids(
             ):
                 for _ in pool.map(rewrite, files):
                     bar.update()
-        if (data.path / ORDER).exists():  # rows keep their order
-            shutil.copyfile(data.path / ORDER, folder / ORDER)
         record = {
             **data.record,
             "spec": spec.to_dict(),
             "cardinalities": {field: len(ids.by_id) for field, ids in kept.items()},
-            "derived_from": {"path": str(data.path.absolute()), "top_k": int(k)},
         }
         write_record(folder, record)
     return PreparedData.open(out)

@@ -58,8 +58,7 @@ def batch_size(
         )
     if not tolerance > 0:
         raise UserError(f"tolerance must be a positive AUC. Received: {tolerance}")
-    if not data.valid_files:
-        raise UserError(f"{data.path} has no validation part. Prepare it with --valid 0.1")
+    data.require("valid")
     values: dict[str, Any] = {"rule": "sqrt", "patience": None}
     configs = [
         dataclasses.replace(tuned, **values, batch_size=size, seed=tuned.seed + seed)

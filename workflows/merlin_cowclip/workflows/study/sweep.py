@@ -142,8 +142,8 @@ def _check(data: PreparedData, configs: dict[str, TrainConfig]) -> None:
     """Refuse what cannot be trained or measured, before any of it is."""
     if not configs:
         raise UserError("a sweep needs at least one configuration. Received: none")
-    if not data.test_files and not data.valid_files:
-        raise UserError(f"{data.path} has no validation or test part. Name data that has one")
+    if not data.test_files:
+        data.require("valid")
     check_input_names(data.spec)
     with quiet_imports():
         from merlin_cowclip.workflows.training.train import check_trainable

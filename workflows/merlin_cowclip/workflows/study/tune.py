@@ -29,7 +29,6 @@ from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study import tuned
 from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.study.steps import few_steps
 from merlin_cowclip.workflows.training.configuration import LARGEST_SEED
 from merlin_cowclip.workflows.training.locks import folder_lock
@@ -46,7 +45,6 @@ with quiet_imports():
     from merlin_cowclip.workflows.training.train import as_user_errors, check_trainable
     from merlin_cowclip.workflows.training.trainers import Trainers
 
-HELD_OUT = 0.1  # share of the training rows that are the validation part of data without one
 OVERFIT = 0.005  # a trial ends once its AUC is so far below its own best
 STEPS = 12  # from the best trial at most, before TPE
 ERROR = 0.002  # of an AUC, until a trial has two repeats
@@ -70,12 +68,12 @@ def tune(
 ) -> tuned.Tuned:
     """Search hyperparameters at one batch size, or resume a search.
 
-    A trial's best epoch on the validation part counts; without that part, a tenth of the training
-    rows is held out. The test part is not read. The best trials are repeated from other seeds, and
-    the highest mean is the result. Several processes may share `out`; each may add one trial.
+    A trial's best epoch on the validation part counts. The test part is not read. The best trials
+    are repeated from other seeds, and the highest mean is the result. Several processes may share
+    `out`; each may add one trial.
 
     Args:
-        data: the prepared folder.
+        data: the prepared folder, with a validation part.
         config: what to search.
         out: the folder to make or to resume.
         trials: how many in all.
@@ -85,8 +83,8 @@ def tune(
         progress: whether to show bars and a line per trial.
 
     Raises:
-        UserError: a value is out of range, `out` is no study or one of other data or options, rows
-            to measure by have one label only, or no trial is stable from all seeds.
+        UserError: a value is out of range, the data has no validation part, `out` is no study or
+            one of other data or options, or no trial is stable from all seeds.
         Stopped: Ctrl-C, SIGTERM or SIGHUP; all trials that have ended are kept.
     """
     out = Path(out)
@@ -95,6 +93,7 @@ def tune(
     end = math.inf if budget is None else time.monotonic() + 60 * budget
     check_whole("trials", trials, 1)
     check_whole("seeds", seeds, 1)
+    data.require("valid")
     config = dataclasses.replace(config, rows=data.rows["train"])
     record = {
         **{"format": tuned.FORMAT_VERSION, "data": str(data.path.resolve())},
@@ -111,14 +110,13 @@ def tune(
             if os.path.lexists(out):
                 tuned.check_resumable(out, record)
             else:
-                _begin(data, config, out, record, progress=progress)
-            rows = data if data.valid_files else PreparedData.open(out / tuned.ROWS)
+                _begin(data, config, out, record)
             others = [(config.seed + 1 + k) % (LARGEST_SEED + 1) for k in range(seeds)]
-            tuning = _Tuning(config, out, rows, trials, others, end, stopping, progress)
+            tuning = _Tuning(config, out, data, trials, others, end, stopping, progress)
         if progress and (few := few_steps(data.rows["train"], config.batch_size)):
             print(f"Warning: {few}", flush=True)
         try:
-            with stopping, as_user_errors(rows, out):
+            with stopping, as_user_errors(data, out):
                 tuning.run()
         except KeyboardInterrupt:
             raise Stopped(
@@ -130,10 +128,8 @@ def tune(
     return tuned.Tuned.open(out)
 
 
-def _begin(
-    data: PreparedData, config: TuneConfig, out: Path, record: Mapping[str, Any], *, progress: bool
-) -> None:
-    """Make the folder: rows, studies, record."""
+def _begin(data: PreparedData, config: TuneConfig, out: Path, record: Mapping[str, Any]) -> None:
+    """Make the folder."""
     check_input_names(data.spec)
     refuse_existing(out)
     first = config.train_config(config.queue[0][0])
@@ -143,11 +139,6 @@ def _begin(
     except ValueError as error:  # of the data's columns, which only the network knows
         raise UserError(str(error)) from None
     with all_or_nothing(out) as folder:
-        if not data.valid_files:
-            if progress:
-                print(f"No validation part. Held out: {HELD_OUT:.0%} of the training rows.")
-            hold_out(data, HELD_OUT, config.seed, folder / tuned.ROWS)
-            check_trainable(PreparedData.open(folder / tuned.ROWS), first)  # fewer rows
         write_json(folder / tuned.RECORD, record)
 
 

@@ -20,7 +20,6 @@ from merlin_cowclip.workflows.training.runs import columns_of
 
 FORMAT_VERSION = 7
 RECORD = "tune.json"  # what is tuned; a folder without it is no tuning study
-ROWS = "rows"
 TUNED = "tuned.json"
 RESULT = "result.json"  # written last
 _NAMES = (*RANGES, *CHOICES)

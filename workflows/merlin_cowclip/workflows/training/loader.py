@@ -79,6 +79,7 @@ class Loader(tf.data.Dataset):
     ) -> None:
         if part not in PARTS:
             raise UserError(f"part must be one of {', '.join(PARTS)}. Received: part={part!r}")
+        data.require(part)
         check_whole("batch size", batch_size, 1)
         check_whole("seed", seed, 0)
         check_whole("ranks", ranks, 1)
@@ -96,8 +97,6 @@ class Loader(tf.data.Dataset):
         self._order = Order(sizes, batch_size, seed, shuffled, rank, ranks, drop)
         self.rows = self._order.rows
         self.rows_per_epoch = min(len(self) * batch_size, self.rows)
-        if not self.rows:
-            raise UserError(f"{data.path} has no {TITLES[part]} part. Name data that has one")
         if batch_size > self.rows and (part == "train" or drop):
             raise UserError(
                 f"batch size must not exceed the {TITLES[part]} rows. Received: batch size "

@@ -81,11 +81,8 @@ def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
 
 def check_trainable(data: PreparedData, config: TrainConfig, drop_last: bool = False) -> Loader:
     """Refuse data that a configuration cannot be trained on; returns the training part's loader."""
-    if config.patience is not None and not data.valid_files:
-        raise UserError(
-            f"patience follows the AUC of the validation part. {data.path} has none. Leave it out, "
-            "or prepare with --valid 0.1"
-        )
+    if config.patience is not None:
+        data.require("valid")
     ranks = rank_info()
     loader = Loader(
         data,

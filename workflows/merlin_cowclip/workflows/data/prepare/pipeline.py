@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.prepare.column_store import (
     PART_OF,
@@ -31,10 +30,9 @@ from merlin_cowclip.workflows.data.prepare.column_store import (
 )
 from merlin_cowclip.workflows.data.prepare.executor import THREADS, check_executor, make_executor
 from merlin_cowclip.workflows.data.prepare.fit import Encoding, Fitted, fit
-from merlin_cowclip.workflows.data.prepare.split import Parts, as_numbers, split_rows
+from merlin_cowclip.workflows.data.prepare.split import Parts, split_rows
 from merlin_cowclip.workflows.data.prepared_data import (
     HELD_OUT,
-    ORDER,
     PARTS,
     PreparedData,
     write_record,
@@ -127,7 +125,7 @@ def prepare(
             with unchanged(sources):
                 read, replaced = run.read(readers or THREADS)
             given = {part: sum(read[s.path] for s in by_part[part]) for part in [*files][1:]}
-            parts = run.split(int(seed), given, folder)
+            parts = run.split(int(seed), given)
             rows = {part: len(of) for part, of in parts.rows.items()}
             jobs = [job for part in PARTS for job in part_jobs(part, rows[part], part_rows)]
             fitted = run.fit(folder if engine == "arrow" else None, like)
@@ -195,7 +193,7 @@ class _Pipeline:
             raise UserError(f"{self.sources[0].path} has no rows. Give a file with rows")
         return rows, replaced
 
-    def split(self, seed: int, given: dict[str, int], folder: Path) -> Parts:
+    def split(self, seed: int, given: dict[str, int]) -> Parts:
         """Choose the rows of each part; ``given`` are rows of held-out parts that are files."""
         spec, store = self.spec, self.store
         labels = store.column(spec.label)
@@ -205,10 +203,6 @@ class _Pipeline:
         store.store(PART_OF, pa.array(parts.part_of))
         for part, rows in parts.rows.items():
             store.store(ROWS[part], pa.array(rows))
-        if spec.split.kind != "random" and not len(parts.rows["valid"]):
-            train = parts.rows["train"]
-            order = train if times is None else as_numbers(times)[train]
-            pq.write_table(pa.table({"order": order}), folder / ORDER)
         return parts
 
     def fit(self, folder: Path | None, like: Encoding | None) -> dict[str, Fitted]:

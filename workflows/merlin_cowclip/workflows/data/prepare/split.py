@@ -51,7 +51,7 @@ def split_rows(
             start += given[part]
     if split.kind == "random":
         random.shuffle(rest)
-    instants = None if times is None else as_numbers(times)
+    instants = None if times is None else _as_numbers(times)
     for part in reversed(HELD_OUT):
         if part in given or not (share := getattr(split, part)):
             continue
@@ -81,7 +81,7 @@ def split_rows(
     return Parts(part_of, rows, positives, boundaries)
 
 
-def as_numbers(times: pa.Array) -> np.ndarray:
+def _as_numbers(times: pa.Array) -> np.ndarray:
     """(n,) numbers that sort as times do: timestamps as whole microseconds."""
     return (times.cast(pa.int64()) if pa.types.is_timestamp(times.type) else times).to_numpy()
 
