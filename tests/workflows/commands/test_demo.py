@@ -101,7 +101,7 @@ def test_the_page_shows_the_results(shown, results):
     page = (shown[0] / "demo.html").read_text()
     assert not re.findall(r'(?:src|@import|url)\s*[=(]\s*["\']?(?:https?:)?//', page)
     assert all((shown[0] / link).is_file() for link in Page(page).links)
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 4
     text = as_text(page)
     for name, result in results.items():
         assert (result["clip"] in text) == (result["config"]["clip"] != "none")
