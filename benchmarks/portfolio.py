@@ -34,9 +34,9 @@ from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.study.configuration import TuneConfig
+from merlin_cowclip.workflows.study.tune import trial_epochs
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.stopping import Stopping
-from merlin_cowclip.workflows.training.trainers import Trainers
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "few_fields": {"rows": 550_000, "sizes": [20_000] * 3, "tail": 1.1, "clicks": 0.5},
@@ -113,14 +113,14 @@ def measure(record: dict[str, Any], name: str, data: Path, options: argparse.Nam
         direction="maximize", sampler=optuna.samplers.TPESampler(seed=7, multivariate=True)
     )
     with Stopping() as stopping:
-        trainers = Trainers(PreparedData.open(data))
+        opened = PreparedData.open(data)
 
         def run(trained: TrainConfig, found_on: str) -> float:
             aucs: list[float] = []
             values = trained.hyperparameters.to_dict()
             point = {"hyperparameters": values, "update": trained.update, "epochs": trained.epochs}
             try:
-                for epoch in trainers.epochs(trained, stopping):
+                for epoch in trial_epochs(opened, trained, stopping):
                     aucs.append(epoch["auc"])
                     if aucs[-1] < max(aucs) - 0.002:
                         break
@@ -251,7 +251,6 @@ def smaller(data: PreparedData, batch_size: int, epochs: int) -> None:
     """
     small = TuneConfig(batch_size, {"mlp": (128, 128, 128)}, epochs=epochs, rows=data.rows["train"])
     large = TuneConfig(data.rows["train"] // 133, small.network, epochs=epochs, rows=small.rows)
-    trainers = Trainers(data)
     with Stopping() as stopping:
         pairs = zip(small.portfolio, large.portfolio, strict=True)
         for number, (both, found) in enumerate(pairs, 1):
@@ -261,7 +260,7 @@ def smaller(data: PreparedData, batch_size: int, epochs: int) -> None:
             rates = dataclasses.replace(both, l2=found.l2)
             for what, one in {"as found": as_found, "η": rates, "η and λ": both}.items():
                 try:
-                    aucs = [100 * epoch["auc"] for epoch in trainers.epochs(one, stopping)]
+                    aucs = [100 * epoch["auc"] for epoch in trial_epochs(data, one, stopping)]
                 except NotFiniteError:
                     aucs = []
                 print(number, what, *(f"{auc:.2f}" for auc in aucs), flush=True)

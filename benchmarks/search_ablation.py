@@ -32,9 +32,9 @@ from merlin_cowclip.workflows import PreparedData, train
 from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.study import configuration
 from merlin_cowclip.workflows.study.configuration import Params, TuneConfig
+from merlin_cowclip.workflows.study.tune import trial_epochs
 from merlin_cowclip.workflows.training.configuration import CheckpointConfig
 from merlin_cowclip.workflows.training.stopping import Stopping
-from merlin_cowclip.workflows.training.trainers import Trainers
 
 SEARCHES = ("TPE", "steps", "median")
 SEEDS = (1, 2, 3)
@@ -66,8 +66,8 @@ def log(rows: int, seed: int) -> pd.DataFrame:
 class Search:
     """Trials of one seed on prepared data."""
 
-    def __init__(self, data: PreparedData, config: TuneConfig, trainers: Trainers) -> None:
-        self.data, self.config, self.trainers = data, config, trainers
+    def __init__(self, data: PreparedData, config: TuneConfig) -> None:
+        self.data, self.config = data, config
 
     def train(self, params: Params, others: Sequence[Tried] = ()) -> list[float]:
         """The AUC after each epoch; with others, a trial below their median ends."""
@@ -75,7 +75,7 @@ class Search:
         same = [aucs for one, aucs in others if one["epochs"] == params["epochs"]]
         try:
             with Stopping() as stopping:
-                for epoch in self.trainers.epochs(self.config.train_config(params), stopping):
+                for epoch in trial_epochs(self.data, self.config.train_config(params), stopping):
                     curve.append(epoch["auc"])
                     there = [aucs[len(curve) - 1] for aucs in same if len(aucs) >= len(curve)]
                     is_low = len(there) >= 3 and curve[-1] < statistics.median(there)
@@ -136,7 +136,7 @@ def run(record: Path, name: str, data: PreparedData, batch_size: int, epochs: in
     for seed in SEEDS:
         own = {"epochs": 4, "rows": rows, "seed": seed}
         config = TuneConfig(batch_size, {"mlp": (128, 128)}, **own)
-        search = Search(data, config, Trainers(data))
+        search = Search(data, config)
         queue = zip(config.queue, json.loads(PORTFOLIO.read_text(encoding="utf-8")), strict=True)
         others = [params for (params, _), found in queue if found["found_on"] != name]
         first = [(params, search.train(params)) for params in others]
@@ -149,7 +149,6 @@ def run(record: Path, name: str, data: PreparedData, batch_size: int, epochs: in
             best = json.dumps(max(tried, key=lambda one: max(one[1])))
             if best not in known:
                 known[best] = search.test_auc(tried)
-                search.trainers = Trainers(data)  # `train` has cleared TensorFlow's session
             found["auc"] = known[best]
             print(found, flush=True)
             with record.open("a", encoding="utf-8") as file:

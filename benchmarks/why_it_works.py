@@ -23,7 +23,7 @@ from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, scale
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.scaling import recipe
 from merlin_cowclip.workflows import Loader, PreparedData
-from merlin_cowclip.workflows.study.plots import Line, line_plot
+from merlin_cowclip.workflows.study.pages import Line, line_plot
 
 BASE, BATCH, EPOCHS, SEED = 32, 4096, 3, 1234
 SIZES = [2**k for k in range(5, 18)]

@@ -553,9 +553,9 @@ def test_a_fit_of_few_steps_is_said():
         model.train_on_batch(*batch(SCHEMA))
         for steps in (30, 2):
             model.fit(dataset(SCHEMA, steps), verbose=0)
-    said = [str(w.message) for w in caught if "steps per epoch" in str(w.message)]
-    assert len(said) == 1
-    assert "This fit has 2 steps per epoch. With fewer than 30" in said[0]
+    (said,) = (w for w in caught if "steps per epoch" in str(w.message))
+    assert "This fit has 2 steps per epoch. With fewer than 30" in str(said.message)
+    assert said.filename == __file__
 
 
 def deviations(model):

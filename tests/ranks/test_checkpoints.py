@@ -51,7 +51,7 @@ def killed(data, tmp_path_factory) -> Path:
     ended = on_ranks(2, [*TROUBLED, 1, 11, *train])
     assert ended.code != 0
     (sentence,) = ended.said()
-    assert "all ranks must reach the end. Received: one that has ended before" in sentence, ended
+    assert "another rank has ended" in sentence, ended
     assert f"merlin-cowclip train --resume {run}" in sentence
     assert steps_of(run)[-1] in (8, 10)
     return run
@@ -81,17 +81,17 @@ def test_two_ranks_resume_a_run_of_one_process_and_run_out_of_time(
     data, one, tmp_path, monkeypatch
 ):
     run = tmp_path / "run"
-    from merlin_cowclip.workflows.training.nan_check import NanCheck
+    from merlin_cowclip.workflows.training.trainer import Trainer
 
-    see = NanCheck.see
+    see = Trainer.see
 
-    def until(watch, step, loss):
-        see(watch, step, loss)
-        if step == 3:
+    def until(trainer, loss):
+        see(trainer, loss)
+        if trainer.step == 3:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(NanCheck, "see", until)
+        patched.setattr(Trainer, "see", until)
         options = [str(option) for option in (*OPTIONS, *EVERY)]
         assert main(["train", str(data), "--out", str(run), *options]) == 130
     assert steps_of(run) == [2]

@@ -13,16 +13,16 @@ def main(rank: str, update: str, *arguments: str) -> int:
     from merlin_cowclip.workflows.commands.main import main as command
 
     if os.environ["HOROVOD_RANK"] == rank:
-        from merlin_cowclip.workflows.training.nan_check import NanCheck
+        from merlin_cowclip.workflows.training.trainer import Trainer
 
-        see = NanCheck.see
+        see = Trainer.see
 
-        def see_and_die(watch: NanCheck, step: int, loss: Any) -> None:
-            if step == int(update):
+        def see_and_die(trainer: Trainer, loss: Any) -> None:
+            if trainer.step == int(update):
                 os.kill(os.getpid(), signal.SIGKILL)
-            see(watch, step, loss)
+            see(trainer, loss)
 
-        NanCheck.see = see_and_die  # type: ignore[method-assign]
+        Trainer.see = see_and_die  # type: ignore[method-assign]
     return command(arguments)
 
 

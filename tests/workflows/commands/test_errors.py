@@ -48,7 +48,7 @@ def toy_run(toy_data) -> Path:
     return out
 
 
-TRAIN = "train DATA --out OUT --batch-size 64"
+TRAIN = "train DATA --out OUT --quiet --batch-size 64"
 TUNE = "tune DATA --out OUT --quiet"
 SWEEP = "sweep DATA GRID --out OUT"
 SIZES = "batch-size DATA --out OUT --batch-sizes 32,"
@@ -67,8 +67,7 @@ REFUSED = {
     "tune DATA": "Missing option '--out'",
     "sweep DATA GRID": "Missing option '--out'",
     "predict RUN LOG": "Missing option '--out'",
-    # demo, frequencies
-    "demo --rows 1 --out OUT": "rows must be at least 16,384",
+    # frequencies
     "frequencies DATA --batch-sizes 9007199254740993": "from 1 to 9007199254740992",
     "frequencies DATA --fields price": "'user', 'item' … 'price'",
     "frequencies DATA --out EMPTY": "must not exist … EMPTY",
@@ -90,7 +89,7 @@ REFUSED = {
     # train: places, and runs to go on with
     "train DATA --out EMPTY": "output folder must not exist … EMPTY … Name another",
     "train DATA --out FILE/run": "output folder must be in a folder that can be written",
-    "train DATA --out run[1]": "without [ and  … TensorFlow … run[1] … Choose another",
+    "train DATA --quiet --out run[1]": "without [ and  … TensorFlow … run[1] … Choose another",
     "train NOWHERE --out OUT": "no folder 'NOWHERE' … that prepare or adopt wrote",
     "train RUN --out OUT": "is not a whole prepared folder: cannot read prepare.json",
     f"{TRAIN} --config NOWHERE": "--config must be a JSON file or a run folder",
@@ -103,8 +102,7 @@ REFUSED = {
     "tune DATA --out OUT": "tune needs --batch-size … Name it",
     f"{TUNE} --batch-size 64 --trials 0": "trials must be … 0",
     f"{TUNE} --batch-size 64 --budget nan": "budget must be positive minutes … nan",
-    f"{TUNE} --batch-size 141": "must not exceed the training rows … 141, 140 rows … smaller",
-    f"{TUNE} --batch-size 138": "must not exceed the training rows … 138, 126 rows … smaller",
+    f"{TUNE} --batch-size 64": "has no validation part. Prepare it again with --valid 0.1",
     f"{TUNE} --batch-size 64 --base NOWHERE": "NOWHERE is no tuning study",
     f"{TUNE} --batch-size 64 --base NOWHERE --l2 1": "--base excludes the other … Leave one out",
     "tune DATA --batch-size 64 --quiet --out RUN": "no tuning study: … or a new folder",
@@ -119,7 +117,7 @@ REFUSED = {
     "report EMPTY": "a run must be a folder that train wrote … EMPTY",
     # evaluate, predict, export
     "evaluate EMPTY": "a run must be a folder that train wrote … EMPTY",
-    "evaluate DATA RUN": "prepared data: the run is named first",
+    "evaluate DATA RUN": "a run must be a folder that train wrote",
     "evaluate RUN NOWHERE": "no input file found … NOWHERE",
     "evaluate RUN DATA --raw": "--raw is for raw logs. Received: it with prepared data",
     "evaluate RUN LOG --batch-size 0": "batch size must be … 0",
@@ -220,7 +218,7 @@ def test_an_internal_error_has_its_traceback(tmp_path, monkeypatch, capsys):
     assert last.startswith(
         r"merlin-cowclip train: internal error (please report it): RuntimeError: \x1b[31mredx"
     )
-    assert len(last) < 500
+    assert len(last) < 1100
     assert not list(tmp_path.iterdir())
 
 
@@ -229,7 +227,7 @@ def test_an_internal_error_has_its_traceback(tmp_path, monkeypatch, capsys):
 
 CONFIGS = {
     '{"mlp": 400': "--config must be a JSON file or a run folder … c.json",
-    "[]": "--config must be a JSON file or a run folder … c.json: no values by name",
+    "[]": "--config must be a JSON file or a run folder … c.json: … not a mapping",
     '{"modle": "lr"}': "a configuration has the keys model … 'modle' … Correct it",
 }
 
@@ -247,11 +245,11 @@ FULL = "/run/model/variables/variables.data; No space left on device"
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (lambda _: OSError(28, "No space left on device"), "output needs disk space"),
-        (lambda tf: tf.UnknownError(None, None, FULL), "output needs disk space"),
+        (lambda _: OSError(28, "No space left on device"), "no disk space left for"),
+        (lambda tf: tf.UnknownError(None, None, FULL), "no disk space left for"),
         (
             lambda tf: tf.ResourceExhaustedError(None, None, "OOM when allocating\nshape[9]"),
-            "a step must fit into memory … OOM when allocating … smaller batch size",
+            "out of memory: OOM when allocating … smaller batch size",
         ),
         (lambda _: UserError("the loss must be finite"), "the loss must be finite"),
     ],
@@ -511,6 +509,6 @@ def test_what_was_tuned(toy_data, tuned, tmp_path):
         (tuned / "tune.json").write_text(json.dumps({**record, **change}))
         check(argv, words, tmp_path)
     (tuned / "tune.json").write_text(json.dumps(record))
-    check([*argv, "--preset", "none"], "--tuned excludes --preset", tmp_path)
+    check([*argv, "--preset", "avazu"], "--tuned excludes --preset", tmp_path)
     (tuned / "result.json").unlink()
     check(argv, "tune did not end. Resume it: merlin-cowclip tune DATA", tmp_path)

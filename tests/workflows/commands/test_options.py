@@ -12,8 +12,8 @@ from merlin_cowclip.plugins.presets import preset
 from merlin_cowclip.plugins.scaling import recipe, scale
 from merlin_cowclip.workflows.commands import endings
 from merlin_cowclip.workflows.commands.main import cli, help_of
+from merlin_cowclip.workflows.commands.studying import tune_config
 from merlin_cowclip.workflows.commands.training import train_config
-from merlin_cowclip.workflows.commands.tuning import tune_config
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.training.configuration import (
     CheckpointConfig,
@@ -32,7 +32,7 @@ OF_KINDS = {  # kind → a value on the command line, and as it is read
     "units": ("16,8", [16, 8]),
     "names": ("b,a", ["b", "a"]),
     "combiner": ("a=sum,b=mean", {"a": "sum", "b": "mean"}),
-    "schedule": ("steps:5=0.1,8=0.01", {"name": "steps", "at": [5, 8], "factors": [0.1, 0.01]}),
+    "schedule": ("cosine:to=0.1,epochs=2", {"name": "cosine", "to": 0.1, "epochs": 2.0}),
 }
 
 
@@ -107,22 +107,14 @@ def test_help(name, tmp_path, monkeypatch):
             {"model": "dcn", "cross_layers": 2, "l2": 1e-3, "epochs": 2},
         ),
         ("--config c.json --model fm", {"model": "fm", "l2": 1e-3}),
-        ("--config run.json --clip none", {"clip": "none"}),
-        ("--config run.json --clip adaptive_field", {"clip": "adaptive_field"}),
-        (
-            "--config run.json --dense-schedule constant --clip none",
-            {"rule": "none", "clip": "none"},
-        ),
+        ("--config run.json --seed 2", {"clip": "field", "clip_threshold": 2.0, "seed": 2}),
     ],
 )
 def test_an_option_goes_before_a_file(tmp_path, monkeypatch, options, values):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.json").write_text('{"model": "dcn", "cross_layers": 2, "l2": 1e-3}')
-    run = {"clip": "field", "clip_threshold": 2.0, "clip_tables": ("a",)}
-    run |= {"rule": "none", "dense_schedule": "linear"} if "constant" in options else {}
-    (tmp_path / "run.json").write_text(json.dumps(TrainConfig(**run).to_dict()))
-    if values.get("clip") == "adaptive_field":
-        values = {**values, "clip_tables": ("a",)}
+    run = TrainConfig(clip="field", clip_threshold=2.0).to_dict()
+    (tmp_path / "run.json").write_text(json.dumps(run))
     assert config_of(options) == TrainConfig(**values)
 
 
@@ -131,7 +123,6 @@ def test_an_option_goes_before_a_file(tmp_path, monkeypatch, options, values):
     [
         ("--model deepfm --cross-layers 2", "cross_layers belongs to dcn, dcn_v2"),
         ("--model lr --mlp 8", "mlp belongs to wide_and_deep"),
-        ("--clip column --clip-threshold 1 --clip-ratio 2", "--clip-ratio belongs to"),
         ("--clip none --clip-tables user", "clip_tables needs a clip rule"),
     ],
 )
@@ -142,51 +133,46 @@ def test_an_option_without_meaning_is_refused(options, message):
 
 @pytest.mark.parametrize("size", [K, 2 * K, 16 * K, 128 * K])
 def test_the_papers_values(size):
-    """Of Avazu, whose table leaves the rule, they are the table's; of Criteo the rule's."""
+    """Those of Criteo are the rule's; Avazu's table leaves the rule. Data choose nothing."""
     options = f"--batch-size {size} --rule cowclip"
-    assert config_of(options, "avazu").hyperparameters == preset("avazu", size)
-    assert config_of(f"{options} --preset avazu", "mine") == config_of(options, "avazu")
+    avazu = config_of(f"{options} --preset avazu")
+    assert avazu.hyperparameters == preset("avazu", size)
     rule = TrainConfig(batch_size=size, rule="cowclip")
-    assert config_of(options, "criteo") == config_of(options, "mine") == rule
-    assert config_of(f"{options} --preset none", "avazu") == rule
-    assert config_of("--rule linear", "avazu").base == recipe("linear")
-    ours = config_of(f"--batch-size {size}", "avazu")
+    assert config_of(f"{options} --preset criteo").hyperparameters == rule.hyperparameters
+    assert config_of(options, "criteo") == config_of(options, "avazu") == rule
+    ours = config_of(f"--batch-size {size} --preset avazu")
     base = preset("avazu", K)
     assert ours.base == base.replace(decay=True)
     assert ours.hyperparameters == scale(base, to=size, rule="sqrt_decay")
 
 
 def test_values_of_a_base_stay_at_the_base():
-    config = config_of("--batch-size 8K --l2 1e-6 --rule cowclip", "avazu")
+    config = config_of("--batch-size 8K --l2 1e-6 --rule cowclip --preset avazu")
     assert config.base == preset("avazu", K).replace(l2=1e-6)
-    config = config_of("--batch-size 256K --rule cowclip", "avazu")
+    config = config_of("--batch-size 256K --rule cowclip --preset avazu")
     assert config.base == preset("avazu", 128 * K)
-    assert train_config(params("train d --out r"), data_of("avazu"))[1] == (
-        "the paper's values for avazu at batch size 1,024"
-    )
     assert base_fields(config.base)["base_batch_size"] == 128 * K
 
 
 def test_a_file_goes_before_the_papers_values_and_options_before_both(tmp_path, monkeypatch):
-    """What a file leaves out stays the data's preset; each origin is named."""
+    """Each origin is named."""
     monkeypatch.chdir(tmp_path)
 
     def of(content: dict, options: str = "") -> tuple[TrainConfig, str]:
         (tmp_path / "c.json").write_text(json.dumps(content))
-        return train_config(params(f"train d --out r --config c.json {options}"), data_of("avazu"))
+        return train_config(params(f"train d --out r --config c.json {options}"), data_of(""))
 
-    paper = "the paper's values for avazu at batch size 1,024"
-    config, source = of({"dense_lr": 3e-4, "l2": 0.5, "epochs": 2}, "--l2 1e-6 --rule cowclip")
+    avazu, paper = "--preset avazu --rule cowclip", "the paper's values for avazu at batch size"
+    config, source = of({"dense_lr": 3e-4, "l2": 0.5, "epochs": 2}, f"--l2 1e-6 {avazu}")
     assert config.base == preset("avazu", K).replace(dense_lr=3e-4, l2=1e-6)
     assert config.epochs == 2
-    assert source == f"{paper}; dense_lr, epochs of c.json; l2 as given"
-    config, source = of({"mlp": [8], "batch_size": 8 * K}, "--rule cowclip")
+    assert source == f"{paper} 1,024; dense_lr, epochs of c.json; l2 as given"
+    config, source = of({"mlp": [8], "batch_size": 8 * K}, avazu)
     assert config.hyperparameters == preset("avazu", 8 * K)
-    assert source == "the paper's values for avazu at batch size 8,192; mlp, batch_size of c.json"
+    assert source == f"{paper} 8,192; mlp, batch_size of c.json"
     config, source = of({"rule": "linear"})
     assert config.base == recipe("linear")
-    assert source.endswith("has no values for avazu; rule of c.json")
-    assert of({"epochs": 2}, "--preset none")[0] == TrainConfig(epochs=2)
+    assert source == "values of the rule; rule of c.json"
     whole = TrainConfig(l2=1e-3)
     assert of(whole.to_dict()) == (whole, "values of c.json")
     assert of(whole.to_dict(), "--l2 1e-5") == (TrainConfig(), "values of c.json; l2 as given")
@@ -221,16 +207,12 @@ def test_a_warm_start_trains_slower_and_lazily(monkeypatch):
     assert config_of("--warm-start run") == new
 
 
-def test_the_papers_values_are_the_base_of_tune(tmp_path):
-    """Of Avazu, at the base; of other data each rule has its own."""
-    for name, values in (("avazu", preset("avazu", K)), ("criteo", None), ("mine", None)):
-        data = data_of(name)
-        options = params("tune data --out t --batch-size 8K --l2 1e-6")
-        config, source = tune_config(tmp_path, options, data)
-        base = (values or recipe("cowclip")).replace(l2=1e-6)
-        assert config.rules["cowclip"].hyperparameters == scale(base, to=8 * K, rule="cowclip")
-        assert source.endswith(" at batch size 1,024; l2 as given")
-        assert source.startswith("the paper's values for avazu") == (values is not None)
+def test_each_rules_own_values_are_the_base_of_tune(tmp_path):
+    options = params("tune data --out t --batch-size 8K --l2 1e-6")
+    config, source = tune_config(tmp_path, options, data_of("criteo"))
+    base = recipe("cowclip").replace(l2=1e-6)
+    assert config.rules["cowclip"].hyperparameters == scale(base, to=8 * K, rule="cowclip")
+    assert source == "each rule's hyperparameters at batch size 1,024; l2 as given"
 
 
 def test_notices_are_printed_whatever_python_does_with_warnings(capsys):

@@ -313,7 +313,7 @@ def test_without_a_test_part_and_without_numbers(bare, tmp_path, capsys):
     assert metrics[["valid_auc", "valid_log_loss"]].isna().all(axis=None)
     assert metrics["train_loss"][0] < np.log(2) + 0.1
     assert command("evaluate", tmp_path / "run") == 2
-    assert "has no test part. Name data that has one" in capsys.readouterr().err
+    assert "has no test part. Prepare it again with --test" in capsys.readouterr().err
 
 
 def test_vocabularies_in_parts_and_combined(bare, log, tmp_path):

@@ -135,7 +135,7 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch) -> Fake:
     fake = Fake()
-    monkeypatch.setattr(tune.Trainers, "epochs", lambda _, *a: fake.epochs(*a))
+    monkeypatch.setattr(tune, "trial_epochs", lambda _, *a: fake.epochs(*a))
     return fake
 
 

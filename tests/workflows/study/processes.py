@@ -33,7 +33,7 @@ def main(place: str, *arguments: str) -> int:
     tf.config.run_functions_eagerly(True)
     tune._HEARTBEAT, tune._GRACE = 1, 5
     number, _, how = place.partition("@")
-    epochs, begun = tune.Trainers.epochs, []
+    epochs, begun = tune.trial_epochs, []
 
     def and_end(*trial: Any) -> Any:
         begun.append(trial)
@@ -43,5 +43,5 @@ def main(place: str, *arguments: str) -> int:
                 os.kill(os.getpid(), signal.Signals[how])
 
     if place:
-        tune.Trainers.epochs = and_end
+        tune.trial_epochs = and_end
     return command(arguments)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from merlin_cowclip.workflows.study.batch_size import epochs_to, fit, result, section, text
-from merlin_cowclip.workflows.study.comparison import Group, Trained
+from merlin_cowclip.workflows.study.batch_size import epochs_to, fit, page_of, result, text
+from merlin_cowclip.workflows.study.report import Group, Trained
 
 MLPERF = {  # rcps_dlrm_dcnv2.json of mlcommons/logging: batch size → mean epochs, runs
     32_768: (0.707, 30),
@@ -84,7 +84,7 @@ def test_one_seed_has_no_deviation():
     found = result(groups_of({1000: [[0.7]], 2000: [[0.7]]}), 100_000, tolerance=0.1)
     assert text(found).splitlines()[2].split()[-2:] == ["1.00", "100"]
     assert found["E0"] is None  # two batch sizes are a line anyway
-    assert section(found, "").plots
+    assert page_of(found, "").plots
 
 
 def test_few_steps_and_a_bad_fit():
@@ -110,4 +110,4 @@ def test_a_batch_size_that_diverges():
     assert found["sentence"] == "No larger batch keeps the AUC of 1,000; at 4,000 a run diverged."
     assert "diverged" in text(found)
     assert "only 25 steps" in text(found)
-    assert section(found, "").plots
+    assert page_of(found, "").plots

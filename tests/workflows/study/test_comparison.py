@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from merlin_cowclip.workflows.study.comparison import (
+from merlin_cowclip.workflows.study.report import (
     AUC,
     Comparison,
     Group,
@@ -46,28 +46,32 @@ def test_groups_are_named_by_the_options_that_differ():
     found = Comparison.of(runs)
     assert (list(found.names), found.x) == (["rule", "batch_size"], "batch_size")
     assert {"clip", "dense_lr", "init_stddev", "warmup_epochs"} == set(found.implied)
-    assert (found.rows, found.columns) == (["none", "cowclip"], [64, 8192])
-    assert [list(group.runs) for group in found.groups] == [[1, 2]] * 4
-    header, _, first, _ = (line.split("  ") for line in found.table().splitlines())
-    assert [word.strip() for word in header if word] == [
-        *("test AUC, %, by rule and batch_size", "64", "8,192")
+    assert [[group.name for group in family] for family in found.families()] == [
+        [f"{rule}, batch_size {size}" for rule in ("none", "cowclip")] for size in ("64", "8,192")
     ]
-    assert [word.strip() for word in first if word] == ["none", *["81.500 ± 0.707"] * 2]
+    assert [list(group.runs) for group in found.groups] == [[1, 2]] * 4
+    header, (first, *_) = found.table()
+    assert header[:4] == ["rule", "batch_size", "seeds", "test AUC, %"]
+    assert first[:4] == ["none", "64", "2", "81.500 ± 0.707"]
     assert found.to_list()[0]["rule"] == "none"
 
 
 def test_any_numeric_option_may_be_the_axis():
     runs = [trained(0.8, l2=l2, mlp=mlp) for l2 in (1e-5, 1e-6) for mlp in ((8,), (8, 8))]
     found = Comparison.of(runs)
-    assert (found.x, found.columns, found.rows) == ("l2", [1e-6, 1e-5], ["8", "8,8"])
-    close = Comparison.of([trained(0.8, l2=l2, mlp=(8,)) for l2 in (1e-5, 1.00001e-5)])
-    assert close.table().splitlines()[0].split()[-2:] == ["1e-05", "1.00001e-05"]
-    assert Comparison.of(runs[:1]).table().splitlines()[-1].startswith("all runs")
+    assert found.x == "l2"
+    assert [[group.x for group in family] for family in found.families()] == [
+        [1e-6, 1e-6],
+        [1e-5, 1e-5],
+    ]
+    close = Comparison.of([trained(0.8, l2=l2, mlp=(8,)) for l2 in (1e-5, 1.2345678e-5)])
+    assert [row[0] for row in close.table()[1]] == ["1e-05", "1.235e-05"]
+    assert Comparison.of(runs[:1]).table()[1][0][0] == "all runs"
 
 
 def test_runs_that_differ_in_no_option_are_named_by_their_folders():
     found = Comparison.of([trained(0.8, name="a"), trained(0.9, name="b")])
-    assert found.rows == ["a", "b"]
+    assert [group.label for group in found.groups] == ["a", "b"]
 
 
 def test_a_diverged_run_has_no_mean():

@@ -14,7 +14,6 @@ from merlin_cowclip.plugins.scaling import recipe
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study import configuration
 from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 CONFIG = TuneConfig(4096)
 
@@ -84,7 +83,6 @@ def test_ranges_grow_and_without_a_clip_there_are_none_of_its_parameters():
         ({"base": {"clip": "field", "clip_threshold": 1.0}}, "clip among none, adaptive_column"),
         ({"base": {"init_stddev": 0.0}}, "positive init_stddev"),
         ({"base": {"learning_rate": 1.0}}, "base has the keys"),
-        ({"base": {"decay": False}, "update": "deferred"}, "update"),
         ({"network": {"width": 3}}, "network has the keys"),
     ],
 )
@@ -99,8 +97,6 @@ def test_a_schedule_is_the_same_if_training_stops_before():
     whole, some = CONFIG.train_config(params), CONFIG.train_config(params, 3)
     assert (whole.epochs, whole.dense_schedule) == (7, {**schedule, "epochs": None})
     assert (some.epochs, some.dense_schedule, some.embedding_schedule) == (3, schedule, schedule)
-    with pytest.raises(UserError, match="fall to 0 in 7 epochs, and 8 epochs"):
-        dataclasses.replace(some, epochs=8)
     constant = CONFIG.train_config({**params, "decay": False}, 3)
     assert (constant.epochs, constant.dense_schedule) == (3, None)
 
@@ -133,27 +129,12 @@ def test_a_batch_with_many_steps_scales_the_portfolio():
 
 def test_a_base_is_scaled_by_every_rule():
     base = Hyperparameters(batch_size=1024, dense_lr=2e-3, l2=3e-7, clip=None, init_stddev=0.03)
-    config = TuneConfig(batch_size=4096, base=base, update="lazy", epochs=6, rule_epochs=4)
+    config = TuneConfig(batch_size=4096, base=base, epochs=6)
     for rule, found in config.rules.items():
         assert found.hyperparameters == scale(base, to=4096, rule=rule)
-        assert (found.update, found.epochs) == ("lazy", 4)
+        assert (found.update, found.epochs) == ("exact", 6)
     again = TuneConfig(**dataclasses.asdict(config))
     assert dataclasses.asdict(again) == dataclasses.asdict(config)
     config = TuneConfig(batch_size=2048, base={"batch_size": 512, "dense_lr": 2e-3})
     tuned = recipe("cowclip").replace(batch_size=512, dense_lr=2e-3)
     assert config.rules["cowclip"].hyperparameters == scale(tuned, to=2048, rule="cowclip")
-
-
-@pytest.mark.parametrize("epochs", [2, 5])
-def test_the_result_of_another_study_is_a_base(epochs):
-    small = TuneConfig(batch_size=512, network={"model": "dcn", "cross_layers": 2})
-    params = {**small.queue[0][0], "epochs": 5, "update": "lazy"}
-    config = TuneConfig(batch_size=4096, base=small.train_config(params, epochs))
-    assert (config.network["model"], config.network["cross_layers"]) == ("dcn", 2)
-    sqrt = config.rules["sqrt"]
-    tuned = small.train_config(params).hyperparameters
-    assert sqrt.hyperparameters == scale(tuned, to=4096, rule="sqrt")
-    assert (sqrt.hyperparameters.decay, sqrt.update, sqrt.epochs) == (True, "lazy", 5)
-    for options in ({"dense_schedule": "cosine"}, {"clip_tables": ["user"]}):
-        with pytest.raises(UserError, match="the base has others"):
-            TuneConfig(base=TrainConfig(**options))

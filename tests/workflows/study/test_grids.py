@@ -33,11 +33,11 @@ STUDIES = {
 def of(text: str, tmp_path: Path) -> list[TrainConfig]:
     file = tmp_path / "grid.toml"
     file.write_text(text)
-    return configurations(read_grid(str(file))[1], CRITEO, str(file))
+    return configurations(read_grid(str(file)), CRITEO, str(file))
 
 
 def paper(name: str) -> list[TrainConfig]:
-    return configurations(read_grid(f"paper:{name}")[1], CRITEO, name)
+    return configurations(read_grid(f"paper:{name}"), CRITEO, name)
 
 
 def test_a_grid(tmp_path):
@@ -69,16 +69,16 @@ def test_a_grid(tmp_path):
     ("text", "words"),
     [
         ("[grids]\n", "has the keys fixed, grid, points. Received: 'grids'"),
-        ("[fixed]\nlr = 1\n", r"\[fixed\] of .* Received: 'lr'"),
-        ("[grid]\nseed = 1\n", "needs a list of values. Received: seed"),
-        ("[grid]\nseed = []\n", "needs a list of values. Received: seed"),
+        ("[fixed]\nlr = 1\n", "the grid .* Received: 'lr'"),
+        ("[grid]\nseed = 1\n", "needs a list of values for each option"),
+        ("[grid]\nseed = []\n", "needs a list of values for each option"),
         ("[fixed]\nseed = 1\n[grid]\nseed = [1]\n", "seed is in two tables"),
         ('[fixed]\nbatch_size = "8KB"\n', "or one of 1,024s as in 128K. Received: '8KB'"),
         ("[fixed]\nbatch_size = 0\n", "batch_size must be a positive whole number"),
         ("[fixed]\ndense_lr = true\n", "dense_lr must be a positive number"),
         ('[fixed]\nrule = "best"\n', "rule must be one of"),
         ("[fixed\n", "cannot read the grid"),
-        ("points = 1\n", "must be tables. Received: 1"),
+        ("points = 1\n", "must be values by name. Received: 1"),
     ],
 )
 def test_a_grid_that_is_refused(tmp_path, text, words):

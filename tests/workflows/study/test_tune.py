@@ -16,7 +16,7 @@ from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
 from merlin_cowclip.workflows.study import tune as tuning
 from merlin_cowclip.workflows.study.configuration import RANGES, TuneConfig
-from merlin_cowclip.workflows.study.tune import Trainers, tune
+from merlin_cowclip.workflows.study.tune import trial_epochs, tune
 from merlin_cowclip.workflows.study.tuned import Tuned
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.stopping import Stopping
@@ -342,6 +342,13 @@ def test_another_study_is_refused(data, plain, tmp_path, fake, change, words):
         tuned_by(data, dataclasses.replace(plain, **change), tmp_path / "tune")
 
 
+def test_data_without_a_validation_part(data, plain, tmp_path):
+    record = {**data.record, "rows": {**data.rows, "valid": 0}}
+    with pytest.raises(UserError, match="no validation part. Prepare it again with --valid 0.1"):
+        tuned_by(dataclasses.replace(data, record=record), plain, tmp_path / "tune")
+    assert not (tmp_path / "tune").exists()
+
+
 # Trials that train
 
 
@@ -352,7 +359,7 @@ class TestTrials:
     def test_a_training_ends_where_the_trial_did(self, data, plain, tmp_path, epochs):
         """After the last epoch of the trial's schedule or one before, with the same rates."""
         params = {**plain.queue[0][0], "epochs": 3}
-        trial = list(Trainers(data).epochs(plain.train_config(params), Stopping()))
+        trial = list(trial_epochs(data, plain.train_config(params), Stopping()))
         tf.config.run_functions_eagerly(True)
         run = train(data, plain.train_config(params, epochs), tmp_path / "run", progress=False)
         assert [row["valid_auc"] for row in run.result["epochs"]] == pytest.approx(
@@ -371,7 +378,7 @@ class TestTrials:
     def test_a_diverging_trial_reports_why(self, data):
         config = TuneConfig(batch_size=256, network=NETWORK, base={"dense_lr": 1e25})
         with pytest.raises(NotFiniteError, match="must"):
-            list(Trainers(data).epochs(config.rules["none"], Stopping()))
+            list(trial_epochs(data, config.rules["none"], Stopping()))
 
     def test_a_trial_stops_after_the_current_update(self, data, config):
         stopping, updates = Stopping(), []
@@ -382,7 +389,7 @@ class TestTrials:
                 stopping._received(2, None)
 
         with pytest.raises(KeyboardInterrupt):
-            list(Trainers(data).epochs(config.rules["none"], stopping, advance))
+            list(trial_epochs(data, config.rules["none"], stopping, advance))
         assert len(updates) == 2
 
     def test_options_override_the_result(self, data, plain, tmp_path, fake):

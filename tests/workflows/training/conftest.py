@@ -9,7 +9,7 @@ import pytest
 
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.training import loader, order
+from merlin_cowclip.workflows.training import loader
 
 from .batches import ROWS, SPEC, TRAIN, VALID
 from .interrupted import Runs
@@ -65,7 +65,7 @@ def on_disk(data) -> dict[str, pd.DataFrame]:
 @pytest.fixture
 def small_windows(monkeypatch) -> int:
     """Windows of two row groups and of a number of rows that no batch divides."""
-    monkeypatch.setattr(order, "WINDOW_ROWS", 320)
+    monkeypatch.setattr(loader, "WINDOW_ROWS", 320)
     monkeypatch.setattr(loader, "BLOCK_ROWS", 80)
     return 320
 

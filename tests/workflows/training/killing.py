@@ -38,10 +38,10 @@ def main(place: str, *arguments: str) -> int:
     """
     from merlin_cowclip.plugins._tensorflow import tf
     from merlin_cowclip.workflows.commands.main import main as command
-    from merlin_cowclip.workflows.training import order, trainer
+    from merlin_cowclip.workflows.training import loader, trainer
 
     warnings.filterwarnings("ignore", "Even though the `tf.config.exp")
-    order.WINDOW_ROWS = WINDOW_ROWS
+    loader.WINDOW_ROWS = WINDOW_ROWS
     trainer.EVALUATION_BATCH, trainer.LOG_EVERY = TEST_BATCH, LOG_EVERY
     tf.config.run_functions_eagerly(True)
     name, _, how = place.partition("@")
@@ -126,11 +126,11 @@ def _twice(end: End) -> None:
         time.sleep(100)
 
     checkpoint._write = slowly
-    _at(_NAN_CHECK, "see")(end)
+    _at(_TRAINER, "see")(end)
 
 
 def _update(number: int) -> Callable[..., bool]:
-    return lambda watch, step, loss: step % 16 == number
+    return lambda trainer, loss: trainer.step % 16 == number
 
 
 def _named(name: str) -> Callable[..., bool]:
@@ -141,12 +141,12 @@ def _to(name: str) -> Callable[..., bool]:
     return lambda _, to: Path(to).name.startswith(name)
 
 
-_NAN_CHECK, _OS = _of("nan_check", "NanCheck"), lambda: os
+_TRAINER, _OS = _of("trainer", "Trainer"), lambda: os
 PLACES: dict[str, Place] = {
-    "before the first update": _at(_of("trainer", "Trainer"), "epochs"),
+    "before the first update": _at(_TRAINER, "epochs"),
     "before there is a network": _at(_of("trainer"), "network"),
-    "in an epoch": _at(_NAN_CHECK, "see", _update(5)),
-    "at an epoch's last update": _at(_NAN_CHECK, "see", _update(0)),
+    "in an epoch": _at(_TRAINER, "see", _update(5)),
+    "at an epoch's last update": _at(_TRAINER, "see", _update(0)),
     "while the tensors are written": _half_written,
     "before the checkpoint's progress": _at(
         _of("checkpoint"), "write_json", _named("progress.json")
@@ -164,7 +164,7 @@ PLACES: dict[str, Place] = {
     "once the result is written": _at(_OS, "replace", _to("result.json"), after=True),
 }
 MORE_PLACES: dict[str, Place] = {
-    "in the second epoch": _at(_NAN_CHECK, "see", lambda watch, step, loss: step == 18),
+    "in the second epoch": _at(_TRAINER, "see", lambda trainer, loss: trainer.step == 18),
     "twice, while the tensors are written": _twice,
 }
 

@@ -12,13 +12,11 @@ import pytest
 
 from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, recipe
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
-from merlin_cowclip.workflows.training.learning_rates import schedule_of
-from merlin_cowclip.workflows.training.networks import NETWORKS
+from merlin_cowclip.workflows.training.builder import schedule_of
+from merlin_cowclip.workflows.training.configuration import NETWORKS, TrainConfig, base_fields
 
 SCHEDULES = ("dense_schedule", "embedding_schedule")
 BASE = {"base_batch_size": 256, "dense_lr": 5e-3, "l2": 1e-4}
-STEPS = {"name": "steps", "at": [5, 8], "factors": [0.1, 0.01]}
 CONFIGS = [
     {},
     {"rule": "linear", "batch_size": 8192},
@@ -26,7 +24,7 @@ CONFIGS = [
     {**BASE, "clip": "none", "update": "lazy", "mlp": [8]},
     {"model": "dcn", "cross_layers": 2, "clip_tables": ["C1", "linear"]},
     {"model": "dcn_v2", "low_rank_dim": 16, "dense_schedule": "cosine"},
-    {"model": "dlrm", "bottom_mlp": (8, 4), "embedding_schedule": STEPS},
+    {"model": "dlrm", "bottom_mlp": (8, 4), "embedding_schedule": "cosine"},
     {"model": "dlrm", "bottom_mlp": ()},
     {"model": "lr", "combiner": {"genres": "sum", "tags": "sqrtn"}},
 ]
@@ -37,7 +35,7 @@ GOLDEN = [
     "e574e260a2694b22",
     "7d03fc319f29854d",
     "b4a4741f67923e9b",
-    "ef3bd25bb0d831a8",
+    "06d6ce6768ff8858",
     "53e78117844a9ae5",
     "701776fffef8481c",
 ]
@@ -153,8 +151,6 @@ def test_from_dict_refuses(values, message):
         ({"dense_schedule": "exponential"}, "'exponential' has the parameters rate, epochs"),
         ({"dense_schedule": {"name": "cosine", "x": 1}}, "has the parameters to, epochs. .*'x'"),
         ({"embedding_schedule": {"name": "cosine", "to": -1}}, "embedding_schedule to must be"),
-        ({"embedding_schedule": {**STEPS, "at": [8, 5]}}, "rising, positive epochs and a factor"),
-        ({"embedding_schedule": {**STEPS, "at": 5}}, "at must be a list of numbers"),
         ({"seed": 2**32}, "seed must be a whole number from 0 to 4294967295. .*4294967296"),
         ({"epochs": 2.5}, "epochs must be a positive whole number. .*2.5"),
         ({"batch_size": 0}, "batch_size must be a positive whole number. .*batch_size=0"),
@@ -234,11 +230,6 @@ def test_what_means_the_same_has_one_identity(one, other):
         ({"name": "linear", "to": 0.2, "epochs": 5}, lambda t: 1 - 0.8 * min(t / 5, 1)),
         ("cosine", lambda t: (1 + math.cos(math.pi * t / 10)) / 2),
         ({"name": "cosine", "to": 0.1}, lambda t: 0.1 + 0.9 * (1 + math.cos(math.pi * t / 10)) / 2),
-        (STEPS, lambda t: 1 if t < 5 else 0.1 if t < 8 else 0.01),
-        (
-            {"name": "steps", "at": [0.25, 1.3], "factors": [0.1, 0.01]},
-            lambda t: 1 if t < 0.25 else 0.1 if t < 1.3 else 0.01,
-        ),
     ],
     ids=lambda value: "" if callable(value) else str(value),
 )

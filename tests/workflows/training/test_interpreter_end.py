@@ -6,9 +6,9 @@ ENDS = """
 import os, sys, time
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.training import loader as module, order
+from merlin_cowclip.workflows.training import loader as module
 
-order.WINDOW_ROWS = 320
+module.WINDOW_ROWS = 320
 stock = module.read
 
 def slow(groups, spec):

@@ -14,9 +14,8 @@ from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.workflows.data.prepared_data import PreparedData, file_state
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training import order
-from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.order import WINDOW_ROWS
+from merlin_cowclip.workflows.training import loader as module
+from merlin_cowclip.workflows.training.loader import WINDOW_ROWS, Loader
 
 from .batches import (
     BATCH,
@@ -39,7 +38,7 @@ from .test_order import ORDERS
     [(WINDOW_ROWS, BATCH, 0), (320, 1_999, 1), (320, 37, 5)],
 )
 def test_an_epoch_holds_every_row_once(data, on_disk, monkeypatch, window_rows, batch_size, epoch):
-    monkeypatch.setattr(order, "WINDOW_ROWS", window_rows)
+    monkeypatch.setattr(module, "WINDOW_ROWS", window_rows)
     seen = as_frame(Loader(data, batch_size=batch_size, seed=3).batches(epoch))
     pd.testing.assert_frame_equal(by_serial(seen), by_serial(on_disk["train"]))
     assert seen["genres"].map(len).max() == 3  # empty lists and full ones
@@ -72,7 +71,7 @@ def test_the_order_is_a_function_of_seed_and_epoch(data, small_windows):
 
 @pytest.mark.parametrize(("seed", "epoch"), ORDERS)
 def test_rows_come_in_the_order_of_every_version(tmp_path, monkeypatch, seed, epoch):
-    monkeypatch.setattr(order, "WINDOW_ROWS", 9)
+    monkeypatch.setattr(module, "WINDOW_ROWS", 9)
     rows = np.arange(24)
     table = pa.table({"y": rows % 2, "user": rows + 3, "serial": rows.astype("float64")})
     for name, part in (("a", table.slice(0, 14)), ("b", table.slice(14))):
@@ -104,7 +103,7 @@ def test_neither_len_nor_another_iterator_moves_the_loader(data):
     ("window_rows", "batch_size"), [(WINDOW_ROWS, BATCH), (320, 1_100), (1, 1_100)]
 )
 def test_start_in_the_middle(data, monkeypatch, window_rows, batch_size):
-    monkeypatch.setattr(order, "WINDOW_ROWS", window_rows)
+    monkeypatch.setattr(module, "WINDOW_ROWS", window_rows)
     loader = Loader(data, batch_size=batch_size, seed=5)
     everything = list(loader.batches(3))
     for k in range(len(loader) + 1):
@@ -121,7 +120,7 @@ def test_parts_are_shuffled_and_not_only_the_rows_in_them(data, monkeypatch):
                 group_of[serial] = (file.name, group)
     groups = sorted(set(group_of.values()))
     assert len(groups) >= 16
-    monkeypatch.setattr(order, "WINDOW_ROWS", 1)  # one row group at a time: its order is seen
+    monkeypatch.setattr(module, "WINDOW_ROWS", 1)  # one row group at a time: its order is seen
     sequences = []
     for epoch in range(3):
         sequence = [group_of[serial] for serial in serials(data, epoch, seed=2)]
@@ -223,7 +222,7 @@ def test_a_part_of_which_nothing_would_be_left_is_refused(data, options):
 def test_a_part_without_rows_is_refused(data):
     """An adopted pipeline may have no test part."""
     record = {**data.record, "files": {"test": []}, "rows": {"test": 0}}
-    with pytest.raises(UserError, match="has no test part. Name data that has one"):
+    with pytest.raises(UserError, match="has no test part. Prepare it again with --test"):
         Loader(PreparedData(data.path, data.spec, record), "test", batch_size=BATCH)
 
 

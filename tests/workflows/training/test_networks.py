@@ -20,8 +20,8 @@ from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import CRITEO
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
+from merlin_cowclip.workflows.training.configuration import NETWORKS
 from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.networks import NETWORKS
 from merlin_cowclip.workflows.training.runs import Run
 
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("quick_saves", "graphs_as_traced")]

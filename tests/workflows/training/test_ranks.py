@@ -9,9 +9,8 @@ from merlin_cowclip.models import deepfm
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
 from merlin_cowclip.plugins.distributed.horovod import Ranks
 from merlin_cowclip.plugins.optimizers import cowclip
-from merlin_cowclip.workflows.training import order
-from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.order import WINDOW_ROWS
+from merlin_cowclip.workflows.training import loader as module
+from merlin_cowclip.workflows.training.loader import WINDOW_ROWS, Loader
 
 from .batches import BATCH, TRAIN, as_frame, as_numpy, assert_same_batches, of_ranks
 
@@ -21,7 +20,7 @@ from .batches import BATCH, TRAIN, as_frame, as_numpy, assert_same_batches, of_r
     [(WINDOW_ROWS, "train", 2), (320, "train", 3), (320, "test", 4), (1, "train", 4)],
 )
 def test_ranks_share_every_batch(data, monkeypatch, window_rows, part, ranks):
-    monkeypatch.setattr(order, "WINDOW_ROWS", window_rows)
+    monkeypatch.setattr(module, "WINDOW_ROWS", window_rows)
     whole = Loader(data, part, batch_size=BATCH, seed=8, drop_last=True)
     shares = of_ranks(data, ranks, part=part, batch_size=BATCH, seed=8, drop_last=True)
     assert {len(loader) for loader in shares} == {len(whole)} == {whole.rows // BATCH}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from merlin_cowclip.plugins import FieldStatistics, RowStatistics
-from merlin_cowclip.workflows.training.scalars import (
+from merlin_cowclip.workflows.training.trainer import (
     clip_sentence,
-    field_scalars,
+    field_rows,
     summary_scalars,
 )
 
@@ -28,28 +28,29 @@ def field(name, *, table="embeddings", width=10, clipped=(0, 0), is_clipped=True
 LINEAR = field("a", table="linear", width=1, is_clipped=False)
 
 
-def test_tags_and_values_by_field():
-    found = field_scalars([field("a", clipped=(50, 400)), LINEAR])
-    assert {tag: value for tag, value in found.items() if "embeddings" in tag} == {
-        "ids_per_batch/embeddings/a": 250.0,
-        "rows_clipped/embeddings/a": 0.1,
-        "occurrences_clipped/embeddings/a": 0.25,
-        "gradient_norm_frequent/embeddings/a": 0.5,
-        "gradient_norm_rare/embeddings/a": 0.1,
-        "weight_norm_frequent/embeddings/a": 1.0,
-        "weight_norm_rare/embeddings/a": 0.01,
+def test_values_by_field():
+    found = field_rows([field("a", clipped=(50, 400)), LINEAR])
+    assert found[0] == {
+        "table": "embeddings",
+        "field": "a",
+        "ids_per_batch": 250.0,
+        "rows_clipped": 0.1,
+        "occurrences_clipped": 0.25,
+        "gradient_norm_frequent": 0.5,
+        "gradient_norm_rare": 0.1,
+        "weight_norm_frequent": 1.0,
+        "weight_norm_rare": 0.01,
     }
-    assert len(found) == 7 + 5  # the clip does not apply to the linear weights
-    assert not any("clipped/linear" in tag for tag in found)
+    assert found[1]["rows_clipped"] is None  # the clip does not apply to the linear weights
+    assert found[1]["ids_per_batch"] == 250.0
 
 
 def test_nothing_is_said_of_what_was_not_there():
     frozen = FieldStatistics("t", "a", 4, True, 0, NONE, NONE)
-    assert field_scalars([frozen]) == {}
+    assert set(field_rows([frozen])[0].values()) == {"t", "a", None}
     no_frequent = FieldStatistics("t", "a", 4, True, 1, NONE, field("a").rare)
-    tags = field_scalars([no_frequent])
-    assert not any("frequent" in tag for tag in tags)
-    assert "gradient_norm_rare/t/a" in tags
+    (row,) = field_rows([no_frequent])
+    assert (row["gradient_norm_frequent"], row["gradient_norm_rare"]) == (None, 0.1)
 
 
 def test_a_summary_has_all_its_columns():

@@ -6,11 +6,13 @@ Not for bugs: whatever is no fault of the user stays an ordinary exception with 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from merlin_cowclip.plugins._checks import is_whole, whole_range
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REASON = 300  # characters of a library's reason in a message
 
 
@@ -26,6 +28,10 @@ class UserError(Exception):
     """
 
     exit_code: ClassVar[int] = 2
+
+
+class BusyError(UserError):
+    """Another process uses a folder."""
 
 
 class NotFiniteError(UserError):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import importlib.metadata
 import json
@@ -13,12 +14,14 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.plugins._checks import check_path
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import BusyError, UserError
+
+LOCK = ".lock"  # in a folder that processes share, or that one trains
 
 
 def refuse_existing(out: Path, what: str = "folder") -> None:
@@ -98,6 +101,41 @@ def all_or_nothing(out: Path, what: str = "folder") -> Iterator[Path]:
         os.rename(whole, out)
     finally:
         remove(folder)
+
+
+def make_once(out: Path, record: str, content: Any, folders: Iterable[str] = ()) -> None:
+    """Make a folder with a JSON record and empty folders, unless it or another process has."""
+    if os.path.lexists(out):
+        return
+    try:
+        with all_or_nothing(out) as folder:
+            for name in folders:
+                (folder / name).mkdir()
+            write_json(folder / record, content)
+    except (OSError, UserError):
+        if not (out / record).exists():
+            raise
+
+
+@contextlib.contextmanager
+def locked(file: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the lock on a file, which is made; it ends with the process, however that ends.
+
+    Raises:
+        BusyError: another process holds it, unless `wait`.
+        UserError: the file cannot be written.
+    """
+    try:
+        handle = file.open("a")
+    except OSError as error:
+        raise UserError(f"cannot write in {file.parent}: {error.strerror}") from None
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            what = f"another process uses {file.parent}"
+            raise BusyError(f"{what}. Wait for its end, or stop it") from None
+        yield
 
 
 @contextlib.contextmanager

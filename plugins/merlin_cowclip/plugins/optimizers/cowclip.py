@@ -90,6 +90,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     awaits_rank_sync = False  # a fit has begun on several ranks, and no RankSync in it yet
     is_started = False  # whether all ranks have rank 0's state
     _epochs: int | None = None  # of a `fit` that was called, and has no train function yet
+    _caller = ("", 0)  # its file and line
     _model: Callable[[], Any] = staticmethod(lambda: None)  # a weak reference
     _bound: tuple[Any, ...] = ()
     _specs: list[TableSpec] | None = None
@@ -374,9 +375,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             epochs = self.hyperparameters.warmup_epochs
             self.warm_up.assign(math.floor(epochs * steps_per_epoch))
 
-    def fit_begins(self, epochs: int = 1) -> None:
-        """A `fit` of so many epochs was called."""
-        self._epochs = epochs
+    def fit_begins(self, epochs: int = 1, caller: tuple[str, int] = ("", 0)) -> None:
+        """A `fit` of so many epochs was called, in this file and line."""
+        self._epochs, self._caller = epochs, caller
         self.batch_rows.assign(0)
 
     def _record_batch_size(self) -> None:
@@ -411,11 +412,12 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             self._warm_up_for(steps_per_epoch)
         if steps_per_epoch < MIN_STEPS:
             several = "s" * (steps_per_epoch != 1)
-            warnings.warn(
+            warnings.warn_explicit(
                 f"This fit has {steps_per_epoch} step{several} per epoch. With "
                 f"fewer than {MIN_STEPS}, the warm-up and the updates are too coarse, and AUC "
                 "suffers under every scaling rule. Use a smaller batch, or more data.",
-                stacklevel=2,
+                UserWarning,
+                *self._caller,
             )
 
     def broadcast(self) -> None:

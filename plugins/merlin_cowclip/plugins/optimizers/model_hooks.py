@@ -77,11 +77,12 @@ def _method(name: str, hook: Callable[..., Any], bound: Callable[[], Any]) -> Ca
 def _fit(compiled: Any, bound: Any, model: Any, fit: Any, *arguments: Any, **named: Any) -> Any:
     if compiled is None:
         return fit(*arguments, **named)
-    caller = sys._getframe(2)
-    check = BatchSizeCheck(compiled, caller.f_code.co_filename, caller.f_lineno)
+    frame = sys._getframe(2)
+    caller = frame.f_code.co_filename, frame.f_lineno
+    check = BatchSizeCheck(compiled, *caller)
     given = inspect.signature(fit).bind(*arguments, **named)
     ends = given.arguments.get("epochs", 1), given.arguments.get("initial_epoch", 0)
-    compiled.fit_begins(ends[0] - ends[1])
+    compiled.fit_begins(ends[0] - ends[1], caller)
     callbacks = given.arguments.get("callbacks")
     if isinstance(callbacks, tf.keras.callbacks.CallbackList):
         callbacks.append(check)

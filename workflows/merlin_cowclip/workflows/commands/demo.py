@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import click
 
 from merlin_cowclip.workflows.commands.options import PATH, Command, option
-from merlin_cowclip.workflows.errors import UserError
 
 ROWS, CARDINALITY, SEED, EPOCHS = 300_000, 20_000, 1234, 4
 BASE, LARGE = 64, 8192
@@ -35,8 +34,6 @@ NOTES = (
     "rule scales the base's hyperparameters, so another base can change which rules keep the AUC.",
     "The best possible AUC is that of the true click probabilities. It differs slightly between "
     "parts. A run whose learning rates decay can exceed the base, because the base's are constant.",
-    "Times: most of the base's is overhead of its many steps. In the paper, one V100 needs 1/85 of "
-    "the time at 128 times the batch size.",
 )
 _CHANCE = 0.002  # AUC
 
@@ -86,19 +83,14 @@ def demo(out: Path, *, rows: int = ROWS) -> None:
     from merlin_cowclip.workflows.data.synthetic import write_synthetic
     from merlin_cowclip.workflows.folders import refuse_existing, refuse_pattern, remove
     from merlin_cowclip.workflows.study.configuration import TuneConfig
-    from merlin_cowclip.workflows.study.pages import Section, Table
-    from merlin_cowclip.workflows.study.plots import dot_plot
-    from merlin_cowclip.workflows.study.report import compare
-    from merlin_cowclip.workflows.study.steps import few_steps
-    from merlin_cowclip.workflows.training.configuration import TrainConfig
+    from merlin_cowclip.workflows.study.pages import Page, curves, write_page
+    from merlin_cowclip.workflows.training.configuration import TrainConfig, few_steps
+    from merlin_cowclip.workflows.training.listeners import METRICS
     from merlin_cowclip.workflows.training.train import train
 
     refuse_pattern(out, "demo")
     refuse_existing(out)
     base, *_, largest = RUNS
-    least = 2 * largest.batch_size
-    if rows < least:
-        raise UserError(f"rows must be at least {least:,}, two large batches. Received: {rows}")
     # In place: the runs name the data's, so that a hidden folder, renamed at the end, would not do.
     out.mkdir(parents=True)
     with contextlib.ExitStack() as undo:
@@ -113,7 +105,7 @@ def demo(out: Path, *, rows: int = ROWS) -> None:
         if few := few_steps(train_rows, largest.batch_size):
             few = f"No conclusion: {few}"
             print(f"{few} Use more --rows (default: {ROWS:,}).", flush=True)
-        lines, notes, aucs = [], [], dict[str, float]()
+        lines, notes, configs, aucs = [], [], [], dict[str, float]()
         for number, run in enumerate(RUNS, 1):
             size = run.batch_size
             title = f"{run.name}, batch size {size:,}"
@@ -126,6 +118,7 @@ def demo(out: Path, *, rows: int = ROWS) -> None:
                 config = TuneConfig(**shared, network=NETWORK, rows=train_rows).portfolio[0]
             config = dataclasses.replace(config, patience=EPOCHS)  # the best epoch is used
             result = train(data, config, out / run.name).result
+            configs.append(result["config"])
             aucs[run.name] = auc = result["auc"]
             more = f"{auc - aucs[base.name]:+.4f}" if number > 1 else ""
             numbers = f"{size:,}", f"{-(-train_rows // size):,}", f"{result['train_seconds']:.0f}"
@@ -135,20 +128,10 @@ def demo(out: Path, *, rows: int = ROWS) -> None:
         headline = few or _conclusion(aucs, train_rows)
         header = ("run", "batch size", "steps/epoch", "training s", "test AUC", "from base")
         best = {"best possible": truth.best_auc}
-        plot = dot_plot(aucs, "test AUC", {"base": aucs[base.name], **best})
-        first = Section(
-            "auc", "Test AUC", tables=[Table(header, lines)], command=f"{NEXT}\n{COMMANDS}"
-        )
-        first.plots = [("test AUC by run", plot)]
-        compare(
-            {run.name: out / run.name for run in RUNS},
-            out / PAGE,
-            title="Batch sizes 64 and 8,192 compared on synthetic clicks",
-            headline=headline,
-            notes=[*notes, *NOTES],
-            levels=best,
-            first=[first],
-        )
+        plots = [*curves({run.name: out / run.name / METRICS for run in RUNS}, best)]
+        title, notes = "Batch sizes 64 and 8,192 compared on synthetic clicks", [*notes, *NOTES]
+        page = Page(title, headline, [(header, lines)], notes, plots, f"{NEXT}\n{COMMANDS}")
+        write_page(out / PAGE, page, configs)
         undo.pop_all()
     print(f"\n{format_table(header, lines)}\n\n{headline}\n\n{NEXT}\n{COMMANDS}\n")
     print(f"Data and runs: {out}\nTheir page: {out / PAGE}")

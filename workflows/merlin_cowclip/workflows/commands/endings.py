@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import sys
@@ -19,18 +18,15 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from merlin_cowclip.workflows.errors import AgreedError, Notice, Stopped, UserError
+from merlin_cowclip.workflows.errors import FULL_DISK, AgreedError, Notice, Stopped, UserError
 from merlin_cowclip.workflows.training.ranks import launched, wait_for_rank_zero
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _EXTRAS = {  # of pyproject.toml, by the module that is missing
     **dict.fromkeys(("tensorflow", "tf_keras", "absl"), "tensorflow"),
-    **dict.fromkeys(("nvtabular", "dask", "distributed", "tqdm", "tomli"), "workflows"),
-    **dict.fromkeys(
-        ("sklearn", "scipy", "optuna", "sqlalchemy", "jinja2", "matplotlib"), "workflows"
-    ),
+    **dict.fromkeys(("nvtabular", "dask", "distributed", "tqdm", "tomli", "sklearn"), "workflows"),
+    **dict.fromkeys(("scipy", "optuna", "sqlalchemy", "jinja2", "matplotlib"), "workflows"),
 }
-_LONGEST_WORD, _LONGEST = 300, 1000  # characters of a message; a path may be 255 and more
+_LONGEST = 1000  # characters of a message
 
 
 def run(name: str, work: Callable[[], None]) -> int:
@@ -63,7 +59,7 @@ def _code_of(error: BaseException, name: str, received: list[int]) -> int:
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
         return 128 + signal.SIGPIPE
-    if isinstance(error, OSError) and error.errno in _FULL:
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
         error = UserError(f"{error}. Free some space, or write to another disk")
     if isinstance(error, UserError):
         if isinstance(error, AgreedError) and launched().rank > 0:
@@ -100,9 +96,8 @@ def _notices(name: str) -> Iterator[None]:
 def say(message: str) -> None:
     """Print a message on stderr, as one line that is printable and not absurdly long."""
     text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message.replace("\n", " "))
-    words = [shortened(word, _LONGEST_WORD) for word in text.split(" ")]
     with contextlib.suppress(OSError):
-        print(shortened(" ".join(words), _LONGEST), file=sys.stderr, flush=True)
+        print(shortened(text, _LONGEST), file=sys.stderr, flush=True)
 
 
 def shortened(text: str, longest: int) -> str:

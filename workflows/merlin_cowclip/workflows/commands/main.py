@@ -19,13 +19,12 @@ from merlin_cowclip.workflows.commands import (
     serving,
     studying,
     training,
-    tuning,
 )
 from merlin_cowclip.workflows.commands.options import SETTINGS
 
 PROGRAM = "merlin-cowclip"
 COMMANDS = (
-    *(data.prepare, data.frequencies, data.adopt, training.train, tuning.tune),
+    *(data.prepare, data.frequencies, data.adopt, training.train, studying.tune),
     *(prediction.evaluate, prediction.predict, serving.export),
     *(studying.batch_size, studying.sweep, studying.report, demo.demo_command),
 )

@@ -60,12 +60,9 @@ def _one_or_by_name(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _schedule(text: str) -> str | dict[str, Any]:
-    """The value of "cosine:to=0.1", of "steps:5=0.1,8=0.01", or of "constant"."""
+    """The value of "cosine:to=0.1", or of "constant"."""
     name, colon, rest = text.partition(":")
-    pairs = by_name(rest, float) if colon else {}
-    if name != "steps" or not pairs:
-        return {"name": name, **pairs} if pairs else name
-    return {"name": name, "at": [float(at) for at in pairs], "factors": list(pairs.values())}
+    return {"name": name, **by_name(rest, float)} if colon else name
 
 
 _COUNTS, _INTS = _one_or_by_name(int), _list_of(int)

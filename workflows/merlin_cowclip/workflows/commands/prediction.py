@@ -39,8 +39,6 @@ checkpoint = option(
 def said_of(run: Run, which: str | None) -> str:
     """A network in words."""
     which = which or run.result["checkpoint"]
-    if which in run.replaced:
-        return f"by the checkpoint after update {run.replaced[which]:,}"
     epochs = len(run.result["epochs"])
     epoch = epochs if which == "last" else run.result["best_epoch"]
     return f"by the {which} checkpoint, epoch {epoch} of {epochs}"
@@ -94,7 +92,7 @@ def evaluate(run: Path, data: tuple[str, ...], raw: bool, quiet: bool, **options
         part, where = "", f"{data[0]}{f' and {len(data) - 1} more' if data[1:] else ''}"
     if as_json:
         which = options["which"] or opened.result["checkpoint"]
-        step = opened.replaced.get(which, opened.result[f"{which}_step"])
+        step = opened.result[f"{which}_step"]
         found = {"run": str(run), "data": where, "rows": rows, "checkpoint": which, "step": step}
         return print_json(found | quality._asdict())
     print(

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that compare runs: sweep, batch-size, report."""
+"""The commands that train many runs, and compare them: tune, sweep, batch-size, report."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from merlin_cowclip.plugins._text import format_table
+from merlin_cowclip.plugins.scaling import K
 from merlin_cowclip.workflows.commands.options import (
     PATH,
     SIZES,
@@ -20,15 +24,17 @@ from merlin_cowclip.workflows.commands.options import (
     Command,
     argument,
     as_json,
+    fields,
+    given,
     option,
     path,
     print_json,
     quiet,
 )
 from merlin_cowclip.workflows.commands.training import train_config
-from merlin_cowclip.workflows.commands.tuning import found_by
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import refuse_existing
+from merlin_cowclip.workflows.study.configuration import NETWORK, TuneConfig
 from merlin_cowclip.workflows.training.configuration import TrainConfig, refuse_unknown
 
 if sys.version_info >= (3, 11):
@@ -38,6 +44,12 @@ else:
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
+
+_OWN = ("batch_size", "epochs", "seed", "deterministic")
+_BASE_OPTIONS = ("base_batch_size", "dense_lr", "embedding_lr", "l2")
+_SEARCH, _BASE = "The search", "A base, from which every rule predicts"
+_search = functools.partial(option, group=_SEARCH)
+
 
 _PAPER = Path(__file__).parents[4] / "benchmarks" / "paper"  # in a checkout
 _KINDS: dict[str, Any] = {
@@ -58,26 +70,25 @@ def sweep(data: Path, grid: str, out: Path, **values: Any) -> None:
 
     GRID.toml has the tables [fixed], options of every run, [grid], a list of values for each
     option, and [[points]], options that change together. Their names are the options of train.
-    paper:NAME is a grid of benchmarks/paper. Run it again to resume it; grids in one folder share
-    runs of the same configuration.
+    paper:NAME is a grid of benchmarks/paper. Run it again to resume it, or with another grid, which
+    shares runs of the same configuration.
     """
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
-    opened, (name, runs) = PreparedData.open(data), read_grid(grid)
-    configs = configurations(runs, opened, grid)
-    from merlin_cowclip.workflows.study.comparison import Comparison
-    from merlin_cowclip.workflows.study.report import runs_of
+    opened = PreparedData.open(data)
+    configs = configurations(read_grid(grid), opened, grid)
+    from merlin_cowclip.workflows.study.report import Comparison, runs_of
     from merlin_cowclip.workflows.study.sweep import sweep
 
     progress = not values["quiet"]
     command = shlex.join(["merlin-cowclip", *sys.argv[1:]])
-    sweep(opened, configs, out, name=name, command=command, progress=progress)
-    found = Comparison.of(runs_of(out)[name][0])
-    print_json(found.to_list()) if values["json"] else print(found.table())
+    sweep(opened, configs, out, command=command, progress=progress)
+    found = Comparison.of(runs_of(out)[0])
+    print_json(found.to_list()) if values["json"] else print(format_table(*found.table()))
 
 
-def read_grid(grid: str) -> tuple[str, list[dict[str, Any]]]:
-    """The name of a grid, and the options of its runs, by name as `train` takes them."""
+def read_grid(grid: str) -> list[dict[str, Any]]:
+    """The options of the runs of a grid, by name as `train` takes them."""
     file = Path(grid)
     if grid.startswith("paper:"):
         file = _PAPER / f"{grid.removeprefix('paper:')}.toml"
@@ -93,22 +104,18 @@ def read_grid(grid: str) -> tuple[str, list[dict[str, Any]]]:
         raise UserError(f"cannot read the grid {file}: {error}") from None
     refuse_unknown(f"the grid {file}", tables, ("fixed", "grid", "points"))
     fixed, lists, points = (tables.get(name, {}) for name in ("fixed", "grid", "points"))
-    refuse_unknown(f"[grid] of {file}", lists, list(_KINDS))
-    if bad := [
-        name for name, values in lists.items() if not isinstance(values, list) or not values
-    ]:
-        raise UserError(f"[grid] of {file} needs a list of values. Received: {bad[0]}")
-    if not isinstance(points, list) and points:
-        raise UserError(f"[[points]] of {file} must be tables. Received: {points!r}")
+    points = points or [{}]
+    for table in (fixed, lists, *(points if isinstance(points, list) else [points])):
+        refuse_unknown(f"the grid {file}", table, list(_KINDS))
+    if not all(isinstance(values, list) and values for values in lists.values()):
+        raise UserError(f"[grid] of {file} needs a list of values for each option")
     values = [dict(zip(lists, one, strict=True)) for one in itertools.product(*lists.values())]
     runs = []
-    for point, one in itertools.product(points or [{}], values):
-        for what, table in (("[fixed]", fixed), ("[[points]]", point)):
-            refuse_unknown(f"{what} of {file}", table, list(_KINDS))
+    for point, one in itertools.product(points, values):
         if twice := [name for name in one if name in fixed or name in point]:
             raise UserError(f"{twice[0]} is in two tables of {file}. Take one out")
         runs.append({**fixed, **point, **one})
-    return file.stem, runs
+    return runs
 
 
 def configurations(
@@ -159,7 +166,9 @@ def batch_size(data: Path, tuned: Path, batch_sizes: list[int], out: Path, **val
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
     opened = PreparedData.open(data)
-    config = found_by(tuned, opened)
+    from merlin_cowclip.workflows.study.tuned import Tuned
+
+    config = Tuned.open(tuned).train_config(opened)
     from merlin_cowclip.workflows.study.batch_size import batch_size, text
 
     more = {name: values[name] for name in ("seeds", "tolerance")}
@@ -175,8 +184,7 @@ def batch_size(data: Path, tuned: Path, batch_sizes: list[int], out: Path, **val
 def report(runs: Sequence[Path], out: Path | None) -> None:
     """Compare runs: print a table, and write a page.
 
-    Runs are grouped by the options that differ, and paired by seed. One SWEEP has a section for
-    each of its grids; several folders are compared in one.
+    Runs are grouped by the options that differ, and paired by seed.
     """
     if missing := [path for path in runs if not path.is_dir()]:
         raise UserError(f"no folder '{missing[0]}'. Name a sweep's folder, or runs")
@@ -186,3 +194,76 @@ def report(runs: Sequence[Path], out: Path | None) -> None:
         refuse_existing(out, "file")
     page, text = report(*runs, out=out)
     print(f"{text}\n\n{page}")
+
+
+@click.command(cls=Command, example="tune data --out tune --batch-size 8K --trials 20")
+@argument("data", type=PATH)
+@path("--out", "TUNE", "folder to write, or to resume", required=True)
+@fields(TrainConfig, "batch_size", group="Options", batch_size="that of an existing TUNE")
+@as_json
+@quiet
+@_search("--trials", type=int, default=40, metavar="N", help="trials in all")
+@_search("--budget", type=float, metavar="MINUTES", help="stop after about this many minutes")
+@fields(TrainConfig, "epochs", "seed", group=_SEARCH)
+@_search("--seeds", type=int, default=3, metavar="K", help="seeds to repeat the best trials with")
+@path("--base", "TUNE0", "result of another study, its batch size and network", group=_BASE)
+@fields(TrainConfig, *_BASE_OPTIONS, group=_BASE, dense_lr="each rule's own")
+@fields(TrainConfig, *NETWORK, "deterministic")
+def tune(data: Path, out: Path, **values: Any) -> None:
+    """Search hyperparameters directly at a given batch size.
+
+    Learning rates, λ, clip and epochs, by the AUC on the validation part; the test part is never
+    read. Starts from settings that were best on other data and, with a base, from what every
+    scaling rule predicts. Run it again with the same TUNE to resume it; several processes may
+    share one TUNE.
+    """
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
+
+    opened, progress = PreparedData.open(data), not values["quiet"]
+    config, source = tune_config(out, values, opened)
+    if progress:
+        print(f"Base: {source}" if source else f"Resuming {out}")
+        print("Loading TensorFlow. The first trial takes longer.", flush=True)
+    from merlin_cowclip.workflows.study.tune import tune
+
+    command = shlex.join(["merlin-cowclip", *sys.argv[1:]])
+    numbers = {name: values[name] for name in ("trials", "seeds", "budget")}
+    tuned = tune(opened, config, out, command=command, progress=progress, **numbers)
+    if values["json"]:
+        return print_json({"folder": str(out), **tuned.result})
+    print(tuned.tables())
+    command = shlex.join(["merlin-cowclip", "train", str(data), "--tuned", str(out)])
+    print(f"\nAt batch size {config.batch_size:,}: {command} --out RUN")
+
+
+def tune_config(
+    out: Path, options: Mapping[str, Any], data: PreparedData
+) -> tuple[TuneConfig, str]:
+    """What is to be searched, and the source of its base; "" for that of a study in `out`.
+
+    Options that are left out are those of the study in `out`. A UserError for bad options.
+    """
+    from merlin_cowclip.workflows.study.tuned import Tuned, read_record
+
+    values: dict[str, Any] = {}
+    source = "none, so the search starts from settings that were best on other data"
+    base = given({name.removeprefix("base_"): options[name] for name in _BASE_OPTIONS})
+    if base and options["base"] is not None:
+        raise UserError("--base excludes the other options of the base. Leave one out")
+    if os.path.isdir(out) and os.listdir(out):
+        values, source = dict(read_record(out)["config"]), ""
+    elif options["batch_size"] is None:
+        raise UserError("tune needs --batch-size, at which hyperparameters are searched. Name it")
+    elif base:
+        values["base"], size = {}, base.get("batch_size", K)
+        source = f"each rule's hyperparameters at batch size {size:,}; {', '.join(base)} as given"
+    values |= given({name: options[name] for name in _OWN})
+    values["network"] = {**values.get("network", {}), **given(options, NETWORK)}
+    if base:
+        values["base"] = {**(values["base"] or {}), **base}
+    if options["base"] is not None:
+        found = Tuned.open(options["base"]).train_config(data)
+        source = f"values of {options['base']}"
+        values["base"] = found.hyperparameters.replace(decay=found.dense_schedule is not None)
+        values["network"] = {"model": found.model, **found.network_options, **values["network"]}
+    return TuneConfig(**values), source

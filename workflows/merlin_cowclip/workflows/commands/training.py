@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from merlin_cowclip.plugins.presets import PRESETS
-from merlin_cowclip.plugins.scaling import ADAPTIVE_CLIPS, Hyperparameters, K, scaling_table
+from merlin_cowclip.plugins.scaling import Hyperparameters, K, scaling_table
 from merlin_cowclip.workflows.commands.options import (
     PATH,
     Command,
@@ -28,25 +28,24 @@ from merlin_cowclip.workflows.commands.options import (
 )
 from merlin_cowclip.workflows.errors import UserError, check_whole, clipped
 from merlin_cowclip.workflows.folders import refuse_existing
-from merlin_cowclip.workflows.study.steps import few_steps
 from merlin_cowclip.workflows.training.configuration import (
     BASE_FIELDS,
     GROUP,
-    NO_CLIP,
+    NETWORKS,
+    OPTIONS,
     CheckpointConfig,
     TrainConfig,
     base_fields,
+    few_steps,
+    option_text,
 )
-from merlin_cowclip.workflows.training.learning_rates import option_text
 from merlin_cowclip.workflows.training.listeners import SERVICES, log_to
-from merlin_cowclip.workflows.training.networks import NETWORKS, OPTIONS
 from merlin_cowclip.workflows.training.ranks import is_rank_zero, raise_on_any_rank
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.training.runs import Run
 
-_DATASETS = ("criteo", "avazu")
 _LOG_TO = "log to this service in addition to TensorBoard; may be repeated"
 _MINUTES = "stop after N minutes with a checkpoint, and exit code 3"
 _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "log_to", "json", "quiet"}
@@ -70,9 +69,9 @@ _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "log_to", "json", "qu
 @path("--tuned", "TUNE", "use the best values of a tune, scaled by --rule to another --batch-size")
 @option(
     "--preset",
-    type=click.Choice([*_DATASETS, "none"]),
-    help="the paper's values for this data set, or none: those of the rule",
-    shown="that of DATA, if it is Criteo's or Avazu's",
+    type=click.Choice(["criteo", "avazu"]),
+    help="the paper's values for this data set",
+    shown="the values of the rule",
 )
 @path("--warm-start", "RUN", "train a run's weights on new data, for one epoch at low rates")
 @option("--keep-optimizer", is_flag=True, help="with --warm-start: its moments and steps, too")
@@ -133,9 +132,6 @@ def _begin(values: Mapping[str, Any]) -> Run:
         checkpointing = CheckpointConfig(
             **given(values, (field.name for field in fields_of(CheckpointConfig)))
         )
-        from merlin_cowclip.workflows.training.train import check, train
-
-        check(data, config, values["out"])
     shows = is_rank_zero() and not values["quiet"]
     if shows:
         if values["warm_start"] is not None:
@@ -143,15 +139,13 @@ def _begin(values: Mapping[str, Any]) -> Run:
         rule = "values not scaled" if config.rule == "none" else f"rule {config.rule}"
         print(f"{config.model}, {rule}, {config.update} updates; {source}")
         print(scaling_table(config.base, config.hyperparameters), flush=True)
-        width, floor = config.embedding_dim, config.clip_floor
-        if width and width != 10 and floor and config.clip in ADAPTIVE_CLIPS:
-            wide = f"{floor * (width / 10) ** 0.5:.6g} at embedding width {width}"
-            print(f"clip_floor: {floor:.6g} at embedding width 10 equals {wide}", flush=True)
         for name in ("dense_schedule", "embedding_schedule"):
             if schedule := getattr(config, name):
                 print(f"{name}: {option_text(schedule)}", flush=True)
         if few := few_steps(data.rows["train"], config.batch_size):
             print(f"Warning: {few}", flush=True)
+    from merlin_cowclip.workflows.training.train import train
+
     options = {name: values[name] for name in ("max_minutes", "warm_start", "keep_optimizer")}
     options |= {"checkpointing": checkpointing, "listeners": listeners, "progress": shows}
     return train(data, config, values["out"], **options)
@@ -182,8 +176,7 @@ def _resume(values: Mapping[str, Any]) -> Run:
 def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainConfig, str]:
     """The configuration that options say, and where its hyperparameters come from.
 
-    Later ones override earlier ones: the paper's values for the data, a file or run, options. A
-    tune, a run and a file that `TrainConfig.to_dict` wrote leave nothing to the paper's values.
+    Later ones override earlier ones: the paper's values, a file or run, options.
     """
     options = given(values, (field.name for field in fields_of(TrainConfig)))
     others = [name for name in ("config", "preset") if values[name] is not None]
@@ -192,43 +185,30 @@ def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainCo
     if values["tuned"] is not None:
         if others:
             raise UserError(f"--tuned excludes --{others[0]}. Leave one out")
-        layer = _tuned(where, data, options)
+        from merlin_cowclip.workflows.study.tuned import Tuned
+
+        layer = _at_batch_size("--tuned", Tuned.open(where).train_config(data), options)
     elif values["config"] is not None:
         layer = _read_config(where)
     elif values["warm_start"] is not None and not others:
         where = values["warm_start"]
         layer, why = _warm_start(where, values["keep_optimizer"], options)
-    preset, source = _preset(values["preset"] or data.spec.name, {**layer, **options})
-    found = {**preset, **layer}
+    found, source = layer, "values of the rule"
+    if values["preset"]:
+        paper = _preset(values["preset"], {**layer, **options})
+        source = f"the paper's values for {values['preset']} at batch size {paper.batch_size:,}"
+        found = {**base_fields(paper), **layer}
     if set(BASE_FIELDS) <= set(layer):
         source = f"values of {where}{why}"
     elif names := [name for name in layer if name not in options]:
         source += f"; {', '.join(names)} of {where}"
     if own := [name for name in BASE_FIELDS if name in options]:
         source += f"; {', '.join(own)} as given"
-    gone: set[str] = set()
     if "model" in options:
-        gone |= set(OPTIONS) - set(NETWORKS.get(options["model"], OPTIONS))
-    if "clip" in options:  # a threshold is of another unit in each clip
-        gone |= {"clip_threshold"} | ({"clip_tables"} if options["clip"] == NO_CLIP else set())
-    kept = {name: value for name, value in found.items() if name not in gone}
-    config = TrainConfig.from_dict({**kept, **options})
-    for name in ("clip_ratio", "clip_floor"):
-        if name in options and config.clip not in ADAPTIVE_CLIPS:
-            raise UserError(
-                f"--{name.replace('_', '-')} belongs to the clips {', '.join(ADAPTIVE_CLIPS)}. "
-                f"Received: it with clip={config.clip!r}. Leave it out, or choose one of them"
-            )
+        foreign = set(OPTIONS) - set(NETWORKS.get(options["model"], OPTIONS))
+        found = {name: value for name, value in found.items() if name not in foreign}
+    config = TrainConfig.from_dict({**found, **options})
     return config, source
-
-
-def _tuned(folder: Path, data: PreparedData, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a tune found, for its batch size, or for others by a rule."""
-    from merlin_cowclip.workflows.study.tuned import Tuned
-
-    tuned = Tuned.open(folder)
-    tuned.check_columns(data)
-    return _at_batch_size("--tuned", tuned.train_config(), options)
 
 
 def _warm_start(folder: Path, keep: bool, options: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -250,33 +230,17 @@ def _at_batch_size(name: str, found: TrainConfig, options: Mapping[str, Any]) ->
     return found.to_dict()
 
 
-def _preset(dataset: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The paper's values for a data set, and what to say of them.
+def _preset(dataset: str, options: Mapping[str, Any]) -> Hyperparameters:
+    """The paper's values for a rule at the nearest batch size; for other rules CowClip's at 1K.
 
-    Criteo's are those of the rules. Avazu's are not, so they are taken at the batch size itself, or
-    the nearest one in the table; where `options` (of a file, too) give some of them, at their base.
-    A rule that is not the paper's scales the values that it has for CowClip at 1K.
+    Where `options` have some of the values, the batch size is that of their base.
     """
-    if dataset == "criteo":
-        return {}, "the paper's values for criteo"
     size = "base_batch_size" if any(name in options for name in BASE_FIELDS) else "batch_size"
-    rule, at = options.get("rule", TrainConfig.rule), options.get(size, K)
-    if rule == "sqrt_decay":
-        rule, at = "cowclip", options.get("base_batch_size", K)
-    values = paper_values(dataset, rule, at)
-    if values is not None:
-        source = f"the paper's values for {dataset} at batch size {values.batch_size:,}"
-        return base_fields(values), source
-    none = f", of which the paper has no values for {dataset}" if dataset in _DATASETS else ""
-    return {}, f"values of the rule{none}"
-
-
-def paper_values(dataset: str, rule: str, batch_size: int) -> Hyperparameters | None:
-    """The paper's values for a data set and rule, at the nearest batch size that it has."""
-    check_whole("batch_size", batch_size, 1)
+    wanted, rule = options.get(size, K), options.get("rule", TrainConfig.rule)
+    check_whole(size, wanted, 1)
     table = {b: values for (d, r, b), values in PRESETS.items() if (d, r) == (dataset, rule)}
-    nearest = min(table, key=lambda b: abs(math.log(batch_size) - math.log(b)), default=None)
-    return None if nearest is None else table[nearest]
+    table = table or {K: PRESETS[dataset, "cowclip", K]}
+    return table[min(table, key=lambda b: abs(math.log(wanted / b)))]
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -286,11 +250,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 
         return config_in(read_config(path)).to_dict()
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError("no values by name")
-    except (OSError, ValueError, RecursionError) as error:
+        return {**json.loads(path.read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(
             f"--config must be a JSON file or a run folder. Received: {path}: {clipped(str(error))}"
         ) from None
-    return values

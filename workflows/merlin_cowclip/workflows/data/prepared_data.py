@@ -27,7 +27,6 @@ RECORD = "prepare.json"  # written last: without it the folder is not whole
 PARTS = ("train", "valid", "test")
 HELD_OUT = PARTS[1:]
 TITLES = {"train": "training", "valid": "validation", "test": "test"}
-ORDER = "order.parquet"  # of the training rows, where no validation part shows the split's order
 WORKFLOW = "workflow"
 _AGAIN = "Prepare the data again"
 _ADOPT_AGAIN = "Put it back as it was, or adopt it again into another folder"
@@ -166,6 +165,12 @@ class PreparedData:
     def rows(self) -> dict[str, int]:
         """Rows by part: ``{"train": …, "valid": …, "test": …}``."""
         return dict(self.record["rows"])
+
+    def require(self, part: str) -> None:
+        """Raise UserError if a held-out part has no rows."""
+        if not self.rows[part]:
+            what = f"{self.path} has no {TITLES[part]} part"
+            raise UserError(f"{what}. Prepare it again with --{part} 0.1, or adopt with --{part}")
 
     @property
     def cardinalities(self) -> dict[str, int]:

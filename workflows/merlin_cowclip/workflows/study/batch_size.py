@@ -18,15 +18,18 @@ from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.folders import write_json
-from merlin_cowclip.workflows.study.comparison import AUC, VALID_AUC, Comparison, Group
-from merlin_cowclip.workflows.study.pages import Section, Table
-from merlin_cowclip.workflows.study.plots import Line, line_plot
-from merlin_cowclip.workflows.study.report import report, runs_of
-from merlin_cowclip.workflows.study.steps import few_steps
+from merlin_cowclip.workflows.study.pages import Line, Page, Table, line_plot, write_page
+from merlin_cowclip.workflows.study.report import (
+    AUC,
+    HTML,
+    VALID_AUC,
+    Comparison,
+    Group,
+    runs_of,
+)
 from merlin_cowclip.workflows.study.sweep import sweep
-from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.configuration import TrainConfig, few_steps
 
-NAME = "batch-size"
 _SIZES = 3  # with fewer there is no fit
 _MISS = 0.25  # of a mean, by which a fit may be off
 
@@ -58,20 +61,20 @@ def batch_size(
         )
     if not tolerance > 0:
         raise UserError(f"tolerance must be a positive AUC. Received: {tolerance}")
-    if not data.valid_files:
-        raise UserError(f"{data.path} has no validation part. Prepare it with --valid 0.1")
+    data.require("valid")
     values: dict[str, Any] = {"rule": "sqrt", "patience": None}
     configs = [
         dataclasses.replace(tuned, **values, batch_size=size, seed=tuned.seed + seed)
         for size in sizes
         for seed in range(seeds)
     ]
-    sweep(data, configs, out, name=NAME, command=command, progress=progress)
-    groups = Comparison.of(runs_of(Path(out))[NAME][0]).groups
+    sweep(data, configs, out, command=command, progress=progress)
+    groups = Comparison.of(runs_of(Path(out))[0]).groups
     by_size = {group.options["batch_size"]: group for group in groups}
     found = result(by_size, data.rows["train"], tolerance)
-    write_json(Path(out) / f"{NAME}.json", found)
-    report(out, first=[section(found, command)])
+    write_json(Path(out) / "batch-size.json", found)
+    used = [run.result["config"] for group in groups for run in group.finished if run.result]
+    write_page(Path(out) / HTML, page_of(found, command), used)
     return found
 
 
@@ -163,8 +166,8 @@ def _sentence(found: Mapping[str, Any], tolerance: float) -> str:
     return f"{'; '.join(parts)}."
 
 
-def table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows, a row for each batch size."""
+def table(found: Mapping[str, Any]) -> Table:
+    """A row for each batch size."""
     rows = []
     for one in found["sizes"]:
         row = [f"{one['batch_size']:,}", f"{one['steps_per_epoch']:,}"]
@@ -184,20 +187,18 @@ def text(found: Mapping[str, Any]) -> str:
     return f"{format_table(*table(found))}\n\n{found['sentence']}{warning}"
 
 
-def section(found: Mapping[str, Any], command: str) -> Section:
+def page_of(found: Mapping[str, Any], command: str) -> Page:
     """For a page."""
-    header, rows = table(found)
-    whole = [one for one in found["sizes"] if one["epochs"]]
     target = f"{100 * found['target_auc']:.2f} %"
-    names = {"validation": "valid_auc", "test": "auc"}
     aucs: dict[str, Line] = {
         name: [
             (one["batch_size"], *(100 * of for of in one[key]))
             for one in found["sizes"]
             if one[key]
         ]
-        for name, key in names.items()
+        for name, key in (("validation", "valid_auc"), ("test", "auc"))
     }
+    whole = [one for one in found["sizes"] if one["epochs"]]
     epochs: dict[str, Line] = {
         "measured": [(one["batch_size"], one["mean_epochs"], one["deviation"]) for one in whole]
     }
@@ -205,27 +206,16 @@ def section(found: Mapping[str, Any], command: str) -> Section:
         slope = found["E0"] / found["B*"] if found["B*"] else 0.0
         fitted = [(x, found["E0"] + slope * x, 0.0) for x, _, _ in epochs["measured"]]
         epochs["E0 · (1 + B / B*)"] = fitted
-    plots = [
-        (
-            "AUC at the end, by batch size",
-            line_plot(aucs, "batch size", "AUC, %", powers_of_two=True),
+    plots = {
+        "AUC at the end": line_plot(aucs, "batch size", "AUC, %", powers_of_two=True),
+        f"epochs to a validation AUC of {target}": line_plot(
+            epochs, "batch size", "epochs", powers_of_two=True
         ),
-        (
-            f"epochs to a validation AUC of {target}, by batch size",
-            line_plot(epochs, "batch size", "epochs", powers_of_two=True),
-        ),
-    ]
-    return Section(
-        "how-large",
-        "How large a batch these data take",
-        verdict="" if found["warning"] else found["sentence"],
-        doubt=found["warning"] and f"No verdict: {found['warning']}",
-        tables=[Table(header, rows)],
-        notes=[
-            "Tuned values scaled by √ (both learning rates and λ), the same epochs and schedule at "
-            f"each size. {target} is the highest AUC that all runs reach; epochs to it are "
-            "interpolated between epochs."
-        ],
-        plots=plots,
-        command=command,
+    }
+    note = (
+        "Tuned values scaled by √ (both learning rates and λ), with the same epochs and schedule. "
+        f"{target} is the highest AUC that all runs reach, interpolated between epochs."
     )
+    headline = f"No verdict: {found['warning']}" if found["warning"] else found["sentence"]
+    title = "How large a batch these data take"
+    return Page(title, headline, [table(found)], [note], [*plots.items()], command)

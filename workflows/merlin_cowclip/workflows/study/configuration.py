@@ -13,9 +13,13 @@ from typing import Any
 from merlin_cowclip.plugins._checks import make_plain
 from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, scale
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields, refuse_unknown
-from merlin_cowclip.workflows.training.learning_rates import TO_ZERO
-from merlin_cowclip.workflows.training.networks import OPTIONS
+from merlin_cowclip.workflows.training.configuration import (
+    OPTIONS,
+    TO_ZERO,
+    TrainConfig,
+    base_fields,
+    refuse_unknown,
+)
 
 NETWORK = ("model", *OPTIONS)
 """The keys of `TrainConfig` that describe the network."""
@@ -51,11 +55,9 @@ class TuneConfig:
 
     Attributes:
       batch_size: samples per update at which hyperparameters are searched.
-      network: options of `TrainConfig`, such as ``{"model": "dcn"}``; by default a tuned base's.
+      network: options of `TrainConfig`, such as ``{"model": "dcn"}``.
       base: hyperparameters tuned at ``base["batch_size"]`` (default: 1024), by `Hyperparameters`'
-        names; each rule's recipe has the rest. Or the result of another study, its
-        `Tuned.train_config()`. Without a base no rule is tried.
-      update, rule_epochs: of the rules' trials (default: "exact", `epochs`); both are searched.
+        names; each rule's recipe has the rest. Without a base no rule is tried.
       epochs: the most that a trial trains.
       rows: training rows, which scale the portfolio; `tune` takes the data's.
       seed: of the hold-out, the search, and the weights and row order of trials.
@@ -66,9 +68,7 @@ class TuneConfig:
 
     batch_size: int = 1024
     network: Mapping[str, Any] = field(default_factory=dict)
-    base: Mapping[str, Any] | Hyperparameters | TrainConfig | None = None
-    update: str = "exact"
-    rule_epochs: int | None = None
+    base: Mapping[str, Any] | Hyperparameters | None = None
     epochs: int = 10
     rows: int | None = None
     seed: int = 1234
@@ -77,10 +77,7 @@ class TuneConfig:
     def __post_init__(self) -> None:
         make_plain(self)
         refuse_unknown("network", self.network, NETWORK)
-        if isinstance(self.base, TrainConfig):
-            for name, value in _from_tuned(self.base, self.network).items():
-                object.__setattr__(self, name, value)
-        elif isinstance(self.base, Hyperparameters):
+        if isinstance(self.base, Hyperparameters):
             object.__setattr__(self, "base", self.base.to_dict())
         options = self.train_config(self.queue[0][0]).to_dict()  # with all defaults
         object.__setattr__(self, "network", {name: options[name] for name in NETWORK})
@@ -90,9 +87,7 @@ class TuneConfig:
         """The training that each rule predicts from the base, as `train --rule` has it."""
         if self.base is None:
             return {}
-        assert not isinstance(self.base, TrainConfig)  # replaced by `__post_init__`
         own = {**self._shared(), **base_fields(self.base)}
-        own["epochs"] = min(self.rule_epochs or self.epochs, self.epochs)
         return {rule: TrainConfig(**own, rule=rule) for rule in SCALING_RULES}
 
     @functools.cached_property
@@ -166,7 +161,7 @@ class TuneConfig:
         return TrainConfig(**own, rule="none", base_batch_size=self.batch_size)
 
     def _shared(self) -> dict[str, Any]:
-        names = ("batch_size", "update", "epochs", "seed", "deterministic")
+        names = ("batch_size", "epochs", "seed", "deterministic")
         return {**self.network, **{name: getattr(self, name) for name in names}}
 
 
@@ -181,20 +176,3 @@ def _values(config: TrainConfig) -> dict[str, Any]:
     if not values["init_stddev"]:
         raise UserError("tune searches a positive init_stddev. Received: 0")
     return values
-
-
-def _from_tuned(found: TrainConfig, network: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of another study, by the names of `TuneConfig`."""
-    dense: Any = found.dense_schedule
-    decays = found.schedules()["dense_schedule"] == TO_ZERO
-    if found.clip_tables or dense != found.embedding_schedule or not (decays or dense is None):
-        raise UserError(
-            "tune searches one clip for all tables, and rates that are constant or both decay "
-            "linearly to 0; the base has others. Pass base=config.hyperparameters"
-        )
-    return {
-        "network": {"model": found.model, **found.network_options, **network},
-        "base": found.hyperparameters.replace(decay=decays).to_dict(),
-        "update": found.update,
-        "rule_epochs": int((decays and dense["epochs"]) or found.epochs),
-    }

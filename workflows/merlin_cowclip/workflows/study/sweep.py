@@ -1,36 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of many configurations: in one folder, each once, resumed by the same call.
 
-`OUT/sweep.json` describes the data of all runs, `OUT/grids/NAME.json` which runs a sweep takes, and
-`OUT/runs/` holds them, each named by its configuration, so that sweeps share them. A run is locked
-while it is trained: several processes may share a folder.
+`OUT/sweep.json` has the data and the runs of the last call. `OUT/runs/` has the runs, each named by
+its configuration, so that calls share them. A run is locked while it is trained: several processes
+may share a folder.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import itertools
+import json
 import signal
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.data.spec import check_input_names
-from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
+from merlin_cowclip.workflows.errors import BusyError, NotFiniteError, Stopped, UserError
 from merlin_cowclip.workflows.folders import (
-    all_or_nothing,
+    LOCK,
+    locked,
+    make_once,
     read_json,
     refuse_pattern,
     remove,
     write_json,
 )
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.study.comparison import differing, shown
-from merlin_cowclip.workflows.study.steps import few_steps
-from merlin_cowclip.workflows.training.configuration import CheckpointConfig, TrainConfig
-from merlin_cowclip.workflows.training.locks import LOCK, folder_lock
+from merlin_cowclip.workflows.training.configuration import (
+    CheckpointConfig,
+    TrainConfig,
+    few_steps,
+    option_text,
+)
 from merlin_cowclip.workflows.training.runs import (
     CHECKPOINTS,
     CONFIG,
@@ -39,8 +42,9 @@ from merlin_cowclip.workflows.training.runs import (
     identity_of,
 )
 
-FORMAT_VERSION = 2
-RECORD, GRIDS, RUNS = "sweep.json", "grids", "runs"
+FORMAT_VERSION = 3
+RECORD, RUNS = "sweep.json", "runs"
+_FIRST = ("data", "model", "rule", "batch_size")  # options that name a run before all others
 DIVERGED = "diverged.json"  # instead of the result, of a run whose loss or weights were not finite
 
 
@@ -49,7 +53,6 @@ def sweep(
     configs: Sequence[TrainConfig],
     out: str | Path,
     *,
-    name: str = "sweep",
     command: str = "",
     progress: bool = True,
 ) -> None:
@@ -60,8 +63,7 @@ def sweep(
     Args:
       data: the prepared folder, with a validation or a test part.
       configs: what to train; they are trained in float32.
-      out: the folder of the runs, of this sweep and of others on the same data; made if need be.
-      name: of this sweep among them.
+      out: the folder of the runs, also of other sweeps on the same data; made if need be.
       command: what trains them again, for the report.
       progress: whether to print how each run ended.
 
@@ -74,13 +76,16 @@ def sweep(
     by_name: dict[str, TrainConfig] = {}
     for config in configs:
         by_name.setdefault(config.identity[:16], config)
-    _check(data, by_name)
-    _make_folder(out, data)
+    if not configs:
+        raise UserError("a sweep needs at least one configuration. Received: none")
+    if not data.test_files:
+        data.require("valid")
+    with quiet_imports():
+        from merlin_cowclip.workflows.training.train import check_trainable
+    for config in by_name.values():
+        check_trainable(data, config)
     runs = [{"run": one.identity[:16], "config": one.to_dict()} for one in configs]
-    with folder_lock(out):  # what two sweeps would write at the same time
-        for place in (GRIDS, RUNS):
-            (out / place).mkdir(exist_ok=True)
-        write_json(out / GRIDS / f"{name}.json", {"command": command, "runs": runs})
+    _write_record(out, data, {"command": command, "runs": runs})
     differ, _ = differing([{**config.to_dict(), "seed": None} for config in configs])
     if few := few_steps(data.rows["train"], max(config.batch_size for config in configs)):
         say(f"Warning: {few}", flush=True)
@@ -89,10 +94,13 @@ def sweep(
     try:
         while todo := {run: config for run, config in todo.items() if not _is_done(run)}:
             for run, config in todo.items():
-                with _alone_with(run) as is_alone:
-                    if not is_alone or _is_done(run):
-                        continue
-                    _train(run, config, data)
+                try:
+                    with locked(run.with_name(f".{run.name}.lock"), wait=False):
+                        if _is_done(run):
+                            continue
+                        _train(run, config, data)
+                except BusyError:
+                    continue
                 done = sum(_is_done(out / RUNS / one) for one in by_name)
                 values = [f"{one} {shown(getattr(config, one))}" for one in differ]
                 what = ", ".join([*values, f"seed {config.seed}"])
@@ -111,18 +119,6 @@ def _is_done(run: Path) -> bool:
     return any((run / name).exists() for name in (RESULT, DIVERGED))
 
 
-@contextlib.contextmanager
-def _alone_with(run: Path) -> Iterator[bool]:
-    """Whether no other process has it; death gives it back."""
-    with (run.parent / LOCK).open("ab") as file:
-        try:  # a byte for each run
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, zlib.crc32(run.name.encode()))
-        except OSError:
-            yield False
-        else:
-            yield True
-
-
 def _train(run: Path, config: TrainConfig, data: PreparedData) -> None:
     """Train a run, or resume it; its checkpoints are removed once it ends."""
     from merlin_cowclip.workflows.training.train import resume, train
@@ -138,22 +134,8 @@ def _train(run: Path, config: TrainConfig, data: PreparedData) -> None:
     remove(run / CHECKPOINTS)
 
 
-def _check(data: PreparedData, configs: dict[str, TrainConfig]) -> None:
-    """Refuse what cannot be trained or measured, before any of it is."""
-    if not configs:
-        raise UserError("a sweep needs at least one configuration. Received: none")
-    if not data.test_files and not data.valid_files:
-        raise UserError(f"{data.path} has no validation or test part. Name data that has one")
-    check_input_names(data.spec)
-    with quiet_imports():
-        from merlin_cowclip.workflows.training.train import check_trainable
-
-    for config in configs.values():
-        check_trainable(data, config)
-
-
-def _make_folder(out: Path, data: PreparedData) -> None:
-    """Make the folder of the runs, or find it to be of these data."""
+def _write_record(out: Path, data: PreparedData, runs: Mapping[str, Any]) -> None:
+    """Make the folder of the runs, or find it to be of these data, and record the runs."""
     refuse_pattern(out, "sweep")
     record = {
         "format": FORMAT_VERSION,
@@ -161,10 +143,8 @@ def _make_folder(out: Path, data: PreparedData) -> None:
         **columns_of(data),
         "cardinalities": data.cardinalities,
     }
-    with folder_lock(out.absolute().parent):
-        if not out.exists():
-            with all_or_nothing(out) as folder:
-                write_json(folder / RECORD, {**record, "data": str(data.path.resolve())})
+    whole = {**record, "data": str(data.path.resolve()), **runs}
+    make_once(out, RECORD, whole, [RUNS])
     found = read_json(out / RECORD) if (out / RECORD).exists() else {}
     if {**found, **record} != found:
         of = f"a sweep of {found['data']} as it was" if found else "neither"
@@ -172,9 +152,38 @@ def _make_folder(out: Path, data: PreparedData) -> None:
             f"the output folder must be new, or a sweep of {data.path}. {out} is {of}. Name "
             "another folder"
         )
+    with locked(out / LOCK):
+        write_json(out / RECORD, whole)
 
 
 def _ended(run: Path) -> str:
     result = read_json(run / RESULT) if (run / RESULT).exists() else None
     auc = result and (result["auc"] or result["epochs"][-1]["valid_auc"])
     return f"AUC {auc:.4f} ({result['train_seconds']:.0f} s)" if result else "diverged"
+
+
+def differing(options: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """The options that tell runs apart, and those that differ but are determined by them."""
+    names: list[str] = []
+    implied: list[str] = []
+    for name in dict.fromkeys([*_FIRST, *itertools.chain.from_iterable(options)]):
+        if len({key_of(of, [name]) for of in options}) > 1:
+            kinds = [len({key_of(of, by) for of in options}) for by in (names, [*names, name])]
+            (names if kinds[1] > kinds[0] else implied).append(name)
+    return names, implied
+
+
+def shown(value: Any) -> str:
+    """A value of an option, for a person to read; fractions with four significant digits."""
+    if isinstance(value, Mapping):
+        return option_text(value) if "name" in value else str(dict(value))
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if type(value) is int else str("none" if value is None else value)
+
+
+def key_of(options: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Equal for equal options of these names."""
+    return json.dumps([options.get(name) for name in names], sort_keys=True)

@@ -8,13 +8,14 @@ from other seeds. Optuna gives each to one process, and retries those whose proc
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import os
 import signal
 import statistics
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,20 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError, check_whole
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, remove, write_json
+from merlin_cowclip.workflows.folders import (
+    LOCK,
+    locked,
+    make_once,
+    refuse_existing,
+    remove,
+    write_json,
+)
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study import tuned
 from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.study.held_out import hold_out
-from merlin_cowclip.workflows.study.steps import few_steps
-from merlin_cowclip.workflows.training.configuration import LARGEST_SEED
-from merlin_cowclip.workflows.training.locks import folder_lock
+from merlin_cowclip.workflows.training.configuration import LARGEST_SEED, TrainConfig, few_steps
 from merlin_cowclip.workflows.training.stopping import Stopping
 
 with quiet_imports():
@@ -40,13 +44,12 @@ with quiet_imports():
     from optuna.trial import FrozenTrial, TrialState
     from sqlalchemy.pool import NullPool
 
-    from merlin_cowclip.plugins._tensorflow import tf
+    from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
     from merlin_cowclip.workflows.training.builder import network
     from merlin_cowclip.workflows.training.runs import columns_of, environment, identity_of
     from merlin_cowclip.workflows.training.train import as_user_errors, check_trainable
-    from merlin_cowclip.workflows.training.trainers import Trainers
+    from merlin_cowclip.workflows.training.trainer import Trainer
 
-HELD_OUT = 0.1  # share of the training rows that are the validation part of data without one
 OVERFIT = 0.005  # a trial ends once its AUC is so far below its own best
 STEPS = 12  # from the best trial at most, before TPE
 ERROR = 0.002  # of an AUC, until a trial has two repeats
@@ -70,12 +73,12 @@ def tune(
 ) -> tuned.Tuned:
     """Search hyperparameters at one batch size, or resume a search.
 
-    A trial's best epoch on the validation part counts; without that part, a tenth of the training
-    rows is held out. The test part is not read. The best trials are repeated from other seeds, and
-    the highest mean is the result. Several processes may share `out`; each may add one trial.
+    A trial's best epoch on the validation part counts. The test part is not read. The best trials
+    are repeated from other seeds, and the highest mean is the result. Several processes may share
+    `out`; each may add one trial.
 
     Args:
-        data: the prepared folder.
+        data: the prepared folder, with a validation part.
         config: what to search.
         out: the folder to make or to resume.
         trials: how many in all.
@@ -85,8 +88,8 @@ def tune(
         progress: whether to show bars and a line per trial.
 
     Raises:
-        UserError: a value is out of range, `out` is no study or one of other data or options, rows
-            to measure by have one label only, or no trial is stable from all seeds.
+        UserError: a value is out of range, the data has no validation part, `out` is no study or
+            one of other data or options, or no trial is stable from all seeds.
         Stopped: Ctrl-C, SIGTERM or SIGHUP; all trials that have ended are kept.
     """
     out = Path(out)
@@ -107,18 +110,17 @@ def tune(
     with warnings.catch_warnings():
         for category in (optuna.exceptions.ExperimentalWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
-        with folder_lock(out.absolute().parent):
-            if os.path.lexists(out):
-                tuned.check_resumable(out, record)
-            else:
-                _begin(data, config, out, record, progress=progress)
-            rows = data if data.valid_files else PreparedData.open(out / tuned.ROWS)
+        if not os.path.lexists(out):
+            _check(data, config, out)
+        make_once(out, tuned.RECORD, record)
+        tuned.check_resumable(out, record)
+        with locked(out / LOCK):
             others = [(config.seed + 1 + k) % (LARGEST_SEED + 1) for k in range(seeds)]
-            tuning = _Tuning(config, out, rows, trials, others, end, stopping, progress)
+            tuning = _Tuning(config, out, data, trials, others, end, stopping, progress)
         if progress and (few := few_steps(data.rows["train"], config.batch_size)):
             print(f"Warning: {few}", flush=True)
         try:
-            with stopping, as_user_errors(rows, out):
+            with stopping, as_user_errors(data, out):
                 tuning.run()
         except KeyboardInterrupt:
             raise Stopped(
@@ -130,25 +132,35 @@ def tune(
     return tuned.Tuned.open(out)
 
 
-def _begin(
-    data: PreparedData, config: TuneConfig, out: Path, record: Mapping[str, Any], *, progress: bool
-) -> None:
-    """Make the folder: rows, studies, record."""
-    check_input_names(data.spec)
+def trial_epochs(
+    data: PreparedData,
+    config: TrainConfig,
+    stopping: Stopping,
+    after_step: Callable[[], Any] = lambda: None,
+) -> Iterator[dict[str, Any]]:
+    """Train without a run's folder, as `train` does, and yield the metrics of each epoch.
+
+    Raises:
+      NotFiniteError: a loss, gradient, weight or prediction is not finite.
+      KeyboardInterrupt: it was asked to stop.
+    """
+    gc.collect()  # the network before, in cycles
+    with quiet_stack():  # TensorFlow warns that many networks in one process trace many graphs
+        trainer = Trainer(config, check_trainable(data, config), stopping, after_step=after_step)
+        for row in trainer.epochs():
+            yield {name.removeprefix("valid_"): value for name, value in row.items()}
+
+
+def _check(data: PreparedData, config: TuneConfig, out: Path) -> None:
+    """Refuse a bad place, and data that the first trial cannot be trained on."""
     refuse_existing(out)
+    data.require("valid")
     first = config.train_config(config.queue[0][0])
     check_trainable(data, first)
     try:
         network(first, data.schema)
     except ValueError as error:  # of the data's columns, which only the network knows
         raise UserError(str(error)) from None
-    with all_or_nothing(out) as folder:
-        if not data.valid_files:
-            if progress:
-                print(f"No validation part. Held out: {HELD_OUT:.0%} of the training rows.")
-            hold_out(data, HELD_OUT, config.seed, folder / tuned.ROWS)
-            check_trainable(PreparedData.open(folder / tuned.ROWS), first)  # fewer rows
-        write_json(folder / tuned.RECORD, record)
 
 
 @dataclass
@@ -175,7 +187,6 @@ class _Tuning:
         how: dict[str, Any] = {"storage": storage, "direction": "maximize", "load_if_exists": True}
         self.search = optuna.create_study(study_name="tune", **how)
         self.repeats = optuna.create_study(study_name="repeats", **how)
-        self.trainers = Trainers(self.rows)
 
     def ended(self) -> list[Trial]:
         """All trials that have ended, with their repeats, by number."""
@@ -196,7 +207,7 @@ class _Tuning:
     def _next(self) -> optuna.Study | None:
         """The study that has a trial to train; None at the end. Waits for other processes."""
         while not self.stopping.asked:
-            with folder_lock(self.out):
+            with locked(self.out / LOCK):
                 for study in (self.search, self.repeats):
                     optuna.storages.fail_stale_trials(study)
                 trials = self.search.get_trials(deepcopy=False, states=_OPEN)
@@ -278,7 +289,7 @@ class _Tuning:
         try:
             with progress_bar("trial", total, " batches", show=self.show and os.isatty(2)) as bar:
                 bar.leave = False  # a line follows
-                for epoch in self.trainers.epochs(config, self.stopping, bar.update):
+                for epoch in trial_epochs(self.rows, config, self.stopping, bar.update):
                     curve.append(epoch["auc"])
                     if not is_repeat and curve[-1] < max(curve) - OVERFIT:
                         break
@@ -314,6 +325,6 @@ class _Tuning:
         best, result = table[0], {"format": tuned.FORMAT_VERSION, **more, "rows": self.rows.rows}
         result |= {"winner": best["number"], "table": table, "trials": ended}
         config = self.config.train_config(best["params"], best["best_epoch"])
-        with folder_lock(self.out):
+        with locked(self.out / LOCK):
             write_json(self.out / tuned.TUNED, config.to_dict())
             write_json(self.out / tuned.RESULT, result | environment("optuna"))

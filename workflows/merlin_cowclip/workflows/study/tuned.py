@@ -20,7 +20,6 @@ from merlin_cowclip.workflows.training.runs import columns_of
 
 FORMAT_VERSION = 7
 RECORD = "tune.json"  # what is tuned; a folder without it is no tuning study
-ROWS = "rows"
 TUNED = "tuned.json"
 RESULT = "result.json"  # written last
 _NAMES = (*RANGES, *CHOICES)
@@ -108,19 +107,18 @@ class Tuned:
         path, how = Path(path), f"Resume it: merlin-cowclip tune DATA --out {path}"
         return cls(path, read_record(path), _read(path / RESULT, f"did not end. {how}"))
 
-    def train_config(self) -> TrainConfig:
-        """The result: hyperparameters at its batch size (rule "none"), schedule and epochs."""
-        return TrainConfig.from_dict(_read(self.path / TUNED, "has no result"))
+    def train_config(self, data: PreparedData | None = None) -> TrainConfig:
+        """The result: hyperparameters at its batch size (rule "none"), schedule and epochs.
 
-    def check_columns(self, data: PreparedData) -> None:
-        """Refuse data with another label or other fields; rows and ids may differ."""
-        columns = columns_of(data)
-        for name, tuned in self.record["columns"].items():
-            if columns[name] != tuned:
+        A UserError if `data` has another label or other fields; rows and ids may differ.
+        """
+        for name, found in columns_of(data).items() if data else ():
+            if data and found != (tuned := self.record["columns"][name]):
                 raise UserError(
-                    f"{data.path} has {name} {columns[name]!r}, and {self.path} was tuned with "
+                    f"{data.path} has {name} {found!r}, and {self.path} was tuned with "
                     f"{tuned!r}. Tune on this data, or name the data that was tuned on"
                 )
+        return TrainConfig.from_dict(_read(self.path / TUNED, "has no result"))
 
     def tables(self) -> str:
         """The repeated trials, best first, with their hyperparameters."""

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.plugins.optimizers.state import state_of, weights_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.checkpoint import Checkpoint
-from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.learning_rates import CONSTANT_SCHEDULE, schedule_of
+from merlin_cowclip.workflows.training.configuration import CONSTANT_SCHEDULE, TrainConfig
 from merlin_cowclip.workflows.training.runs import Run
 
 with quiet_imports():
@@ -34,23 +33,26 @@ def set_seeds(seed: int, *, deterministic: bool) -> None:
         tf.config.experimental.enable_op_determinism()
 
 
-@contextlib.contextmanager
-def in_precision(name: str) -> Iterator[None]:
-    """Keras's precision of layers that are made: "float32", "mixed_float16" or another policy."""
-    keras = tf.keras.mixed_precision
-    before = keras.global_policy()
-    keras.set_global_policy(name)
-    try:
-        yield
-    finally:
-        keras.set_global_policy(before)
-
-
 def network(config: TrainConfig, schema: Schema) -> mm.Model:
     """The network of a configuration, not built, not compiled."""
     stddev = config.hyperparameters.init_stddev
     options = {**config.network_options, "sharded": config.tables == "sharded"}
     return MODELS[config.model](schema, stddev=stddev, **options)
+
+
+def schedule_of(config: TrainConfig, part: str, steps_per_epoch: int) -> Any:
+    """The Keras schedule (step → learning rate) of a part, "dense" or "embedding"."""
+    rate: float = getattr(config.hyperparameters, f"{part}_lr")
+    schedule = getattr(config, f"{part}_schedule") or CONSTANT_SCHEDULE
+    keras, name = tf.keras.optimizers.schedules, schedule["name"]
+    steps = (schedule["epochs"] or config.epochs) * steps_per_epoch  # may be a fraction
+    if math.isclose(steps, round(steps), rel_tol=1e-9):
+        steps = round(steps)
+    if name == "exponential":
+        return keras.ExponentialDecay(rate, steps, schedule["rate"])
+    if name == "linear":
+        return keras.PolynomialDecay(rate, steps, rate * schedule["to"])
+    return keras.CosineDecay(rate, steps, schedule["to"])
 
 
 def compile_model(
@@ -87,16 +89,15 @@ def restored_model(
     text = schema.read_text(encoding="utf-8")
     config = dataclasses.replace(config, tables="replicated")  # whole, wherever it is called
     is_deferred = config.update == "deferred"
-    with in_precision(record["precision"]):
-        model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
-        optimizer = compile_model(config, model, updates=1, batches=1) if is_deferred else None
-        model(dummy_batch(record))
-        if optimizer is None:
-            checkpoint.read(weights_of(model))
-        else:  # rows wait for what they missed, with the moments that say what that does to them
-            optimizer.create_slots(model.trainable_variables)
-            checkpoint.read(state_of(model, optimizer))
-            optimizer.catch_up()
+    model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
+    optimizer = compile_model(config, model, updates=1, batches=1) if is_deferred else None
+    model(dummy_batch(record))
+    if optimizer is None:
+        checkpoint.read(weights_of(model))
+    else:  # rows wait for what they missed, with the moments that say what that does to them
+        optimizer.create_slots(model.trainable_variables)
+        checkpoint.read(state_of(model, optimizer))
+        optimizer.catch_up()
     return model
 
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.horovod import broadcast
-from merlin_cowclip.workflows.errors import Notice, UserError, clipped
+from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.folders import read_json, remove, write_json
 from merlin_cowclip.workflows.training.ranks import gather_objects, raise_on_any_rank, rank_info
 
@@ -128,10 +127,8 @@ class Checkpoints:
             with raise_on_any_rank():
                 if ranks.rank == 0:
                     write_json(partial / _PROGRESS, record)
-                    if target.exists():  # it could not be read
-                        self._remove(step)
                     os.rename(partial, target)
-                    for old in [one for one in self.steps() if one <= step][: -self._keep]:
+                    for old in self.steps()[: -self._keep]:
                         if old != best:
                             self._remove(old)
         finally:
@@ -160,34 +157,16 @@ class Checkpoints:
                 progress = read_json(path / _PROGRESS)
         return Checkpoint(path, step, gather_objects(progress)[0])
 
-    def newest(self, read: Callable[[Checkpoint], Any], then: str, last: int | None = None) -> Any:
-        """The newest one that `read` can read, and what it returns; `None` if there is none.
-
-        The first to try is of the step `last`, by default the newest. A warning names each that
-        cannot be read, and says what is done, `then`. If none can be read, the first is raised.
-        """
-        steps = self.steps() if last is None else [*(s for s in self.steps() if s < last), last]
-        problems: list[UserError] = []
-        for step in reversed(gather_objects(steps)[0]):
-            try:
-                checkpoint = self.at(step)
-                found = read(checkpoint)
-            except UserError as error:
-                problems.append(error)
-                continue
-            for problem in problems:
-                warnings.warn(f"{problem}. {then} update {step:,}", Notice, stacklevel=3)
-            return checkpoint, found
-        if problems:
-            raise problems[0]
-        return None
-
     def restore_last(self, state: State) -> Checkpoint | None:
-        """Restore the newest one that can be read; see `newest`."""
+        """Restore the newest one; `None` if there is none."""
         if rank_info().rank == 0:
             remove(*self.folder.glob(".step-*"))  # what was not written, or removed, to its end
-        found = self.newest(lambda one: one.restore(state), "The run resumes from")
-        return found and found[0]
+        steps = gather_objects(self.steps())[0]
+        if not steps:
+            return None
+        checkpoint = self.at(steps[-1])
+        checkpoint.restore(state)
+        return checkpoint
 
 
 def _rows(rank: int) -> str:
@@ -225,6 +204,7 @@ def _as_user_errors(path: Path) -> Iterator[None]:
         raise
     except (tf.errors.OpError, OSError, AssertionError, LookupError, ValueError) as error:
         raise UserError(
-            f"the checkpoint {path} is damaged, or of another network: {clipped(str(error))}. If "
-            "versions differ from the run's config.json, use those"
+            f"the checkpoint {path} is damaged, or of another network or version: "
+            f"{clipped(str(error))}. To resume from the one before, remove its folder and, of a "
+            "finished run, result.json"
         ) from None

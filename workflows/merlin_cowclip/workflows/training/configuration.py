@@ -15,12 +15,14 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from merlin_cowclip.plugins._checks import layer_units, make_plain, whole_number
 from merlin_cowclip.plugins.scaling import (
     ADAPTIVE_CLIPS,
     CLIPS,
+    MIN_STEPS,
     SCALING_RULES,
     Hyperparameters,
     check_number,
@@ -28,21 +30,41 @@ from merlin_cowclip.plugins.scaling import (
     scale,
 )
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.learning_rates import (
-    CONSTANT_SCHEDULE,
-    SCHEDULES,
-    TO_ZERO,
-    over_all_epochs,
-    plain_schedule,
+
+COMBINERS = ("mean", "sum", "sqrtn")
+
+_DEEP: Mapping[str, Any] = {"embedding_dim": 10, "mlp": (400, 400, 400), "combiner": "mean"}
+NETWORKS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "lr": {"combiner": "mean"},
+        "fm": {"embedding_dim": 10, "combiner": "mean"},
+        "wide_and_deep": _DEEP,
+        "deepfm": _DEEP,
+        "dcn": {**_DEEP, "cross_layers": 3},
+        "dcn_v2": {**_DEEP, "cross_layers": 3, "low_rank_dim": None},
+        "dlrm": {**_DEEP, "bottom_mlp": (512, 256, 64)},
+    }
 )
-from merlin_cowclip.workflows.training.networks import (
-    COMBINERS,
-    NETWORKS,
-    OPTIONS,
-    check_combiner,
-    options_of,
-    units_or_none,
+"""Name → the options that it makes something of, with the builder's defaults."""
+
+OPTIONS = tuple(dict.fromkeys(name for options in NETWORKS.values() for name in options))
+
+SCHEDULES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "exponential": {"rate": ..., "epochs": 1.0},
+        "linear": {"to": 0.0, "epochs": None},
+        "cosine": {"to": 0.0, "epochs": None},
+    }
 )
+"""Name → default by parameter; `...`: required.
+
+η is the scaled learning rate, t the time since the beginning in epochs; `epochs` None means all
+epochs of the run. exponential: η · rate^(t / epochs). linear, cosine: from η to η · `to`, in a
+straight line or along half a cosine. The dense warm-up multiplies the schedule.
+"""
+
+TO_ZERO: Mapping[str, Any] = {"name": "linear", "to": 0.0, "epochs": None}
+CONSTANT_SCHEDULE: Mapping[str, Any] = {**TO_ZERO, "to": 1.0}
 
 UPDATES = ("exact", "lazy", "deferred")
 """As in `CowClipAdam`, which takes seconds to import."""
@@ -55,6 +77,69 @@ _IDENTITY_FORMAT = 2
 
 Check = Callable[[str, Any], Any]
 """(name, value) → the value as the configuration has it; a ValueError for one out of range."""
+
+
+def units_or_none(name: str, value: Any) -> tuple[int, ...]:
+    """The units of layers, of which there may be none."""
+    return () if value in ((), []) else layer_units(name, value)
+
+
+def check_combiner(name: str, value: Any) -> str | dict[str, str]:
+    """How a list column's embeddings become one, for all or by field."""
+    named = list(value.values()) if isinstance(value, Mapping) else [value]
+    for one in named:
+        if not isinstance(one, str) or one not in COMBINERS:
+            raise ValueError(
+                f"{name} must be one of {', '.join(COMBINERS)}, for all lists or by field. "
+                f"Received: {name}={value!r}"
+            )
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def options_of(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a network: those given, and the defaults of the others.
+
+    Args:
+      model: a name in `NETWORKS`.
+      given: by name; `None` for the default.
+    """
+    options = NETWORKS[model]
+    for name, value in given.items():
+        if value is not None and name not in options:
+            takers = ", ".join(other for other, names in NETWORKS.items() if name in names)
+            raise ValueError(
+                f"{name} belongs to {takers}. Received: {name}={value!r} with model={model!r}. "
+                "Leave it out, or choose another network"
+            )
+    return {n: d if given.get(n) is None else given[n] for n, d in options.items()}
+
+
+def plain_schedule(option: str, given: Any) -> dict[str, Any]:
+    """A schedule with all its parameters, checked; `option` is its name in errors."""
+    given = {"name": given} if isinstance(given, str) else given
+    name = given.get("name") if isinstance(given, Mapping) else None
+    if not isinstance(name, str) or name not in SCHEDULES:
+        raise ValueError(
+            f"{option} must be one of {', '.join(SCHEDULES)}, with its parameters. Received: "
+            f"{given!r}"
+        )
+    defaults = SCHEDULES[name]
+    plain = {"name": name, **defaults, **given}
+    if ... in plain.values() or plain.keys() != {"name", *defaults}:
+        raise ValueError(
+            f"{option} {name!r} has the parameters {', '.join(defaults)}. Received: {given!r}"
+        )
+    for key, default in defaults.items():
+        label, value = f"{option} {key}", plain[key]
+        if value is not default:
+            plain[key] = check_number(label, value, positive=key != "to")
+    return plain
+
+
+def option_text(schedule: Mapping[str, Any]) -> str:
+    """A plain schedule as its option is written, such as linear:to=0,epochs=3."""
+    pairs = {key: value for key, value in schedule.items() if key != "name" and value is not None}
+    return f"{schedule['name']}:{','.join(f'{key}={value:g}' for key, value in pairs.items())}"
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -80,17 +165,12 @@ def option(
     check: Check | None = None,
     **texts: str,
 ) -> Any:
-    """A field of a configuration.
+    """A field of a configuration: its help, with the unit, its default, and its help's heading.
 
-    Args:
-      help: what it is, and in which unit.
-      default: `None` where it depends on other fields.
-      group: its heading in a command's help.
-      kind: how its text is read (`commands.options.TYPES`) and, by default, checked.
-      choices: all values, where they are names.
-      check: of what is not `None`.
-      texts: for a command's help: `symbol`, the paper's; `shown`, the default in words; `metavar`;
-        `flag`, the option's name where it is not the field's.
+    The default is `None` where it depends on other fields. `kind` is how its text is read
+    (`commands.options.TYPES`) and, without a `check`, checked; `None` is not checked. `choices` are
+    all values. `texts` are for help: `symbol`, the paper's; `shown`, the default in words;
+    `metavar`; `flag`, the option's name where it is not the field's.
     """
     check = check or _CHECKS.get(kind)
     found = {"help": help, "group": group, "kind": kind, "choices": choices, "check": check}
@@ -251,7 +331,7 @@ class TrainConfig:
     )
     dense_schedule: str | Mapping[str, Any] | None = _schedule(
         f"how the dense learning rate falls: {', '.join((CONSTANT, *SCHEDULES))}, as in "
-        "cosine:to=0.1, exponential:rate=0.5,epochs=1 or steps:5=0.1,8=0.01"
+        "cosine:to=0.1 or exponential:rate=0.5,epochs=1"
     )
     embedding_schedule: str | Mapping[str, Any] | None = _schedule(
         "the same for the embeddings' learning rate"
@@ -303,14 +383,6 @@ class TrainConfig:
                 object.__setattr__(self, name, value)
 
     def _check_together(self) -> None:
-        falling: list[Any] = [self.dense_schedule, self.embedding_schedule]
-        ends = [one["epochs"] for one in falling if one and one.get("to") == 0 and one["epochs"]]
-        if len(ends) == 2 and max(ends) < self.epochs:
-            raise ValueError(
-                "learning rates must not both be 0 before the last epoch. Received: schedules that "
-                f"fall to 0 in {max(ends):g} epochs, and {self.epochs} epochs. Train fewer, or let "
-                "them fall over all: --dense-schedule linear:to=0 --embedding-schedule linear:to=0"
-            )
         if self.clip_tables is not None and self.clip == NO_CLIP:
             raise ValueError(
                 f"clip_tables needs a clip rule. Received: clip_tables={list(self.clip_tables)} "
@@ -327,11 +399,6 @@ class TrainConfig:
                 )
             except ValueError as error:
                 raise ValueError(f"at batch size {self.batch_size:,}: {error}") from None
-
-    def schedules(self) -> dict[str, Any]:
-        """Both schedules by name, for a training of as many epochs or others."""
-        names = ("dense_schedule", "embedding_schedule")
-        return {name: over_all_epochs(getattr(self, name)) for name in names}
 
     @functools.cached_property
     def base(self) -> Hyperparameters:
@@ -399,6 +466,17 @@ def base_fields(values: Hyperparameters | Mapping[str, Any]) -> dict[str, Any]:
 
 BASE_FIELDS = tuple(base_fields(Hyperparameters()))
 """The fields of `TrainConfig` that are a base."""
+
+
+def few_steps(rows: int, batch_size: int) -> str:
+    """What to say of a batch that leaves few steps in an epoch of `rows`; else nothing."""
+    steps = -(-rows // batch_size)
+    if steps >= MIN_STEPS:
+        return ""
+    return (
+        f"at batch size {batch_size:,} an epoch has only {steps} step{'s' * (steps != 1)}. With "
+        f"fewer than {MIN_STEPS} a result reflects the number of steps, not the batch size."
+    )
 
 
 def _every(name: str, value: Any) -> int | str:

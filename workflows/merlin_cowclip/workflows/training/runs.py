@@ -11,11 +11,11 @@ import platform
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD, PreparedData, check_workflow
+from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData, check_workflow
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.folders import package_versions, read_json, refuse_pattern
@@ -27,7 +27,7 @@ from merlin_cowclip.workflows.training.ranks import rank_info
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
     from merlin_cowclip.workflows.data.encoder import Encoder
-    from merlin_cowclip.workflows.training.checkpoint import Checkpoint, Checkpoints
+    from merlin_cowclip.workflows.training.checkpoint import Checkpoint
     from merlin_cowclip.workflows.training.configuration import CheckpointConfig
 
 FORMAT_VERSION = 2
@@ -177,7 +177,6 @@ class Run:
 
     path: Path
     result: Mapping[str, Any]
-    replaced: dict[str, int] = field(default_factory=dict, compare=False)  # see `model`
 
     @classmethod
     def open(cls, path: str | Path, *, trust_workflow: bool = False) -> Run:
@@ -194,11 +193,7 @@ class Run:
         path = Path(path)
         refuse_pattern(path, "run")
         if not os.path.isfile(path / CONFIG):
-            is_data = os.path.isfile(path / RECORD)
-            raise UserError(
-                f"a run must be a folder that train wrote. Received: {path}"
-                f"{', prepared data: the run is named first' * is_data}"
-            )
+            raise UserError(f"a run must be a folder that train wrote. Received: {path}")
         if not (path / RESULT).exists():
             if (path / FAILED).exists():
                 failed = read_json(path / FAILED)["error"].rstrip(".")
@@ -327,33 +322,21 @@ class Run:
 
         Args:
           which: "last", or "best": after the epoch with the highest AUC on the validation part. By
-            default "best" of a run with patience, else "last". Where its checkpoint is damaged, an
-            older one is read, with a warning; `replaced` has its step.
+            default "best" of a run with patience, else "last".
 
         Raises:
-          UserError: another name, no epoch was measured, or its checkpoints are damaged.
+          UserError: another name, no epoch was measured, or its checkpoint is damaged.
         """
         with quiet_imports():
             from merlin_cowclip.workflows.training.builder import restored_model
-        which = which or self.result["checkpoint"]
-        place, step = self._checkpoints(which)
-        found, model = place.newest(
-            lambda one: restored_model(one, self.train_config(), self.path / SCHEMA, self.config),
-            "Used instead: the checkpoint after",
-            step,
-        )
-        if found.step != step:
-            self.replaced[which] = found.step
-        return model
+        checkpoint, config = self.checkpoint(which), self.train_config()
+        return restored_model(checkpoint, config, self.path / SCHEMA, self.config)
 
     def checkpoint(self, which: str | None = None) -> Checkpoint:
         """The "last" checkpoint or the "best" one, as of `model`."""
-        place, step = self._checkpoints(which or self.result["checkpoint"])
-        return place.at(step)
-
-    def _checkpoints(self, which: str) -> tuple[Checkpoints, int]:
         from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 
+        which = which or self.result["checkpoint"]
         if which not in ("last", "best"):
             raise UserError(f"which must be one of last, best. Received: {which!r}")
         step = self.result["last_step" if which == "last" else "best_step"]
@@ -367,7 +350,7 @@ class Run:
                 f"{self.path} has no checkpoints, as the runs of a sweep. Train it again: "
                 f"merlin-cowclip train DATA --config {shlex.quote(str(self.path))} --out RUN"
             )
-        return Checkpoints(self.path / CHECKPOINTS), step
+        return Checkpoints(self.path / CHECKPOINTS).at(step)
 
     def workflow(self, *, trust: bool = False) -> Any:
         """The fitted `nvtabular.Workflow`. Loading runs code from the folder (cloudpickle).

@@ -5,21 +5,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import math
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
-from merlin_cowclip.workflows.errors import NotFiniteError, Notice, UserError, clipped
+from merlin_cowclip.workflows.errors import FULL_DISK, NotFiniteError, UserError, clipped
 from merlin_cowclip.workflows.folders import (
+    LOCK,
     all_or_nothing,
+    locked,
     read_json,
     refuse_existing,
     refuse_pattern,
@@ -30,7 +30,6 @@ from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import CheckpointConfig, TrainConfig
 from merlin_cowclip.workflows.training.listeners import EVENTS, Listener, listening, notify
-from merlin_cowclip.workflows.training.locks import LOCK, run_lock
 from merlin_cowclip.workflows.training.ranks import (
     check_alike,
     check_offered,
@@ -54,40 +53,24 @@ from merlin_cowclip.workflows.training.runs import (
     open_data,
     read_config,
 )
-from merlin_cowclip.workflows.training.scalars import clip_sentence
 from merlin_cowclip.workflows.training.stopping import Stopping
 
 with quiet_imports():
-    from distributed.system import MEMORY_LIMIT
-
     from merlin_cowclip.plugins import CowClipOptimizer, save_model, whole_tables
     from merlin_cowclip.plugins._tensorflow import mm, tf
-    from merlin_cowclip.workflows.training.builder import in_precision, set_seeds, warm_start_from
+    from merlin_cowclip.workflows.training.builder import warm_start_from
     from merlin_cowclip.workflows.training.checkpoint import Checkpoints
     from merlin_cowclip.workflows.training.loader import Loader
-    from merlin_cowclip.workflows.training.trainer import Trainer
-
-_FULL = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
-
-
-def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
-    """Refuse what cannot be trained, before any work; returns the training part's loader."""
-    check_offered(config)
-    check_input_names(data.spec)
-    refuse_pattern(Path(out), "run")
-    refuse_existing(Path(out))
-    return check_trainable(data, config)
+    from merlin_cowclip.workflows.training.trainer import Trainer, clip_sentence
 
 
 def check_trainable(data: PreparedData, config: TrainConfig, drop_last: bool = False) -> Loader:
     """Refuse data that a configuration cannot be trained on; returns the training part's loader."""
-    if config.patience is not None and not data.valid_files:
-        raise UserError(
-            f"patience follows the AUC of the validation part. {data.path} has none. Leave it out, "
-            "or prepare with --valid 0.1"
-        )
+    check_input_names(data.spec)
+    if config.patience is not None:
+        data.require("valid")
     ranks = rank_info()
-    loader = Loader(
+    return Loader(
         data,
         "train",
         batch_size=config.batch_size,
@@ -96,18 +79,6 @@ def check_trainable(data: PreparedData, config: TrainConfig, drop_last: bool = F
         ranks=ranks.size,
         drop_last=drop_last,
     )
-    rows = data.table_rows // (ranks.size if config.tables == "sharded" else 1)
-    # float32: the weights, and Adam's m and v
-    size = rows * ((config.embedding_dim or 0) + 1) * 3 * 4
-    if size > MEMORY_LIMIT // ranks.local_size and not tf.config.list_physical_devices("GPU"):
-        warnings.warn(
-            f"the embedding tables with Adam's slots take {size / 2**30:,.1f} GiB; the memory is "
-            f"{MEMORY_LIMIT / 2**30:,.1f} GiB. Choose a smaller embedding_dim, or a higher "
-            "freq_threshold in prepare",
-            Notice,
-            stacklevel=2,
-        )
-    return loader
 
 
 def train(
@@ -149,25 +120,28 @@ def train(
         has its previous handler.
     """
     out = Path(out)
-    lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     with raise_on_any_rank():
         stopping = Stopping(max_minutes)
-        loader = check(data, config, out)
+        check_offered(config)
+        refuse_pattern(out, "run")
+        refuse_existing(out)
+        loader = check_trainable(data, config)
         more: dict[str, Any] = {"drop_last": rank_info().size > 1, "warm_start": None}
         if warm_start is not None:
             check_warm_start(data, config, warm_start, keep_optimizer)
             more["warm_start"] = [str(Path(warm_start).resolve()), keep_optimizer]
         record = described(data, config, checkpointing or CheckpointConfig(), **more)
     check_alike(record)
-    with raise_on_any_rank():
-        if is_rank_zero():
-            with all_or_nothing(out) as folder:
-                shutil.copytree(data.path / "workflow", folder / "workflow")
-                shutil.copyfile(data.path / SCHEMA, folder / SCHEMA)
-                write_json(folder / CONFIG, record)
-            lock = run_lock(out)
-    with lock, _left_behind(out, new=True), as_user_errors(data, out):
-        return _train(config, loader, out, record, stopping, listeners, progress)
+    with contextlib.ExitStack() as stack:
+        with raise_on_any_rank():
+            if is_rank_zero():
+                with all_or_nothing(out) as folder:
+                    shutil.copytree(data.path / "workflow", folder / "workflow")
+                    shutil.copyfile(data.path / SCHEMA, folder / SCHEMA)
+                    write_json(folder / CONFIG, record)
+                stack.enter_context(locked(out / LOCK, wait=False))
+        with _left_behind(out, new=True), as_user_errors(data, out):
+            return _train(config, loader, out, record, stopping, listeners, progress)
 
 
 def check_warm_start(
@@ -211,37 +185,24 @@ def resume(
       listeners: as of `train`; those of the stopped run are not kept.
       progress: whether to show bars and a line per epoch.
 
-    A damaged checkpoint is named in a warning, and the one before it is used. Other versions and
-    another machine, with which the last digits may differ, cause a warning, too.
+    With other versions or on another machine the last digits may differ.
 
     Raises:
-      UserError: no run, or one that is finished, that another process trains, or whose data has
-        changed.
+      UserError: no run, or one that is finished, that another process trains, whose data or Keras
+        precision has changed, or whose last checkpoint is damaged.
       Stopped: as `train`.
     """
     path, mine = Path(run), None
-    lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    with raise_on_any_rank():
-        stopping = Stopping(max_minutes)
-        if is_rank_zero():
-            mine, lock = read_config(path), run_lock(path)
-    before = gather_objects(mine)[0]
-    with lock, in_precision(before["precision"]):
+    with contextlib.ExitStack() as stack:
+        with raise_on_any_rank():
+            stopping = Stopping(max_minutes)
+            if is_rank_zero():
+                mine = read_config(path)
+                stack.enter_context(locked(path / LOCK, wait=False))
+        before = gather_objects(mine)[0]
         with raise_on_any_rank():
             config, loader, record = _reopened(before, path, data, epochs)
         check_alike(record)
-        changes = [
-            f"{name} {record[kind].get(name)} instead of {was}"
-            for kind in ("versions", "machine")
-            for name, was in before[kind].items()
-            if record[kind].get(name) != was
-        ]
-        if changes:
-            warnings.warn(
-                f"the run resumes, but the result will not be bit-identical: {', '.join(changes)}",
-                Notice,
-                stacklevel=2,
-            )
         with _left_behind(path), as_user_errors(loader.data, path):
             return _train(config, loader, path, record, stopping, listeners, progress)
 
@@ -273,12 +234,11 @@ def _reopened(
         )
     more = {"drop_last": drop_last, "warm_start": before["warm_start"]}
     now = described(data, config, CheckpointConfig(**before["checkpointing"]), **more)
-    for key in ("data_sha256", "cardinalities", *COLUMNS):  # adopted parquet: its columns' meaning
+    for key in ("data_sha256", "cardinalities", *COLUMNS, "precision"):
         if before[key] != now[key]:
             raise UserError(
-                f"the data of a run must be what it was when it began. Received: {data.path}, with "
-                f"{key} {clipped(repr(now[key]))} instead of {clipped(repr(before[key]))}. Put the "
-                "data back, or train another run"
+                f"{run} was begun with {key} {clipped(repr(before[key]))}, and {data.path} has "
+                f"{clipped(repr(now[key]))}. Use the same data and precision, or train another run"
             )
     return config, check_trainable(data, config, drop_last), now
 
@@ -287,10 +247,9 @@ def with_epochs(config: TrainConfig, epochs: int | None, run: Path) -> TrainConf
     """The configuration with more epochs; `None`: as it is."""
     if epochs is None or epochs == config.epochs:
         return config
-    schedules = [one for one in (config.dense_schedule, config.embedding_schedule) if one]
-    falling = [one for one in schedules if isinstance(one, Mapping) and one.get("to") != 1]
-    depends = any(one.get("epochs", 0) is None for one in falling)
-    if epochs < config.epochs or depends:
+    both: list[Any] = [config.dense_schedule, config.embedding_schedule]
+    decays = any(one and one["epochs"] is None and one["to"] != 1 for one in both)
+    if epochs < config.epochs or decays:
         raise UserError(
             "epochs of a run can only be raised, and only where no learning rate falls over all of "
             f"them. Received: {epochs}, for {config.epochs} in {run / CONFIG}. Leave them out, or "
@@ -315,8 +274,6 @@ def _train(
                 f"sharded tables need a run folder that all ranks see, where each writes its rows: "
                 f"{run} is not there. Name a place on a shared disk, or leave --tables out"
             )
-    tf.keras.backend.clear_session()
-    set_seeds(config.seed, deterministic=config.deterministic)
     checkpointing = CheckpointConfig(**record["checkpointing"])
     with raise_on_any_rank():
         trainer = Trainer(
@@ -355,15 +312,29 @@ def _train(
             raise
         # By sums over all ranks, of sharded tables.
         clip = clip_sentence(trainer.statistics.total(), config.clip)
-        result = None
+        result: dict[str, Any] | None = None
         which, quality = trainer.finish()
         with whole_tables(trainer.model), raise_on_any_rank():
             if is_rank_zero():
                 if checkpointing.saved_model:
                     remove(run / "model")  # half a one, if a process was killed here before
                     save_model(trainer.model, run / "model")
-                more = {"checkpoint": which, "parameters": sizes, "clip": clip, "config": record}
-                result = _write_result(run, trainer, loader.rows_per_epoch, {**quality, **more})
+                epochs = trainer.progress.epochs
+                seconds = sum(epoch["seconds"] for epoch in epochs)
+                result = {
+                    "format": FORMAT_VERSION,
+                    "best_epoch": trainer.progress.best,
+                    "best_step": trainer.best_step,
+                    "last_step": trainer.step,
+                    "epochs": epochs,
+                    "samples_per_second": loader.rows_per_epoch * len(epochs) / seconds,
+                    "train_seconds": seconds,
+                    **quality,
+                    **{"checkpoint": which, "parameters": sizes, "clip": clip, "config": record},
+                    "manifest": manifest_of(run, without=(EVENTS, CHECKPOINTS, LOCK)),
+                }
+                write_json(run / RESULT, result)
+                result = read_json(run / RESULT)
         result = gather_objects(result)[0]  # other ranks may have other disks
     notify(trainer.listeners, "on_end", result)
     return Run(run, result)
@@ -387,45 +358,20 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
         raise
 
 
-def _write_result(run: Path, trainer: Trainer, rows: int, more: dict[str, Any]) -> dict[str, Any]:
-    epochs = trainer.progress.epochs
-    seconds = sum(epoch["seconds"] for epoch in epochs)
-    result = {
-        "format": FORMAT_VERSION,
-        "best_epoch": trainer.progress.best,
-        "best_step": trainer.best_step,
-        "last_step": trainer.step,
-        "epochs": epochs,
-        "samples_per_second": rows * len(epochs) / seconds,
-        "train_seconds": seconds,
-        **more,
-        "manifest": manifest_of(run, without=(EVENTS, CHECKPOINTS, LOCK)),
-    }
-    write_json(run / RESULT, result)
-    return read_json(run / RESULT)
-
-
 @contextlib.contextmanager
 def as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
-    """Errors of a full disk, want of memory, a loader or another rank, as such."""
+    """Make one sentence of a full disk, lack of memory or another rank's end."""
     try:
         yield
     except (OSError, tf.errors.OpError) as error:
-        if any(reason in str(error) for reason in _FULL):
-            what = (
-                f"output needs disk space. Received: none left for {out}. Free some, or name a "
-                "folder on another disk"
-            )
+        if any(os.strerror(number) in str(error) for number in FULL_DISK):
+            what = f"no disk space left for {out}. Free some, or name a folder on another disk"
         elif "Horovod has been shut down" in str(error):
             what = (
-                "all ranks must reach the end. Received: one that has ended before; what it said "
-                "is on the terminal, or in its machine's log"
+                "another rank has ended; what it said is on the terminal, or in its machine's log"
             )
         elif isinstance(error, tf.errors.ResourceExhaustedError):
-            what = (
-                "a step must fit into memory. Received: less than it takes "
-                f"({str(error).splitlines()[0][:200]}). Choose a smaller batch size or network"
-            )
+            what = f"out of memory: {clipped(str(error))}. Choose a smaller batch size or network"
         else:
             PreparedData.open(data.path)  # what a loader met in a thread is TensorFlow's error
             raise

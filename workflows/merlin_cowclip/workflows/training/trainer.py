@@ -11,29 +11,37 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from merlin_cowclip.plugins import FieldStatistics, RowStatistics
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.optimizers.state import mean_loss, shards_of, training_state
-from merlin_cowclip.workflows.errors import Stopped, UserError
+from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
 from merlin_cowclip.workflows.progress import progress_bar
-from merlin_cowclip.workflows.training.builder import compile_model, dummy_batch, network
+from merlin_cowclip.workflows.training.builder import (
+    compile_model,
+    dummy_batch,
+    network,
+    set_seeds,
+)
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State
 from merlin_cowclip.workflows.training.configuration import CheckpointConfig, TrainConfig
 from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, Predictor, Quality
 from merlin_cowclip.workflows.training.listeners import FIELDS, METRICS, NORMS, Listener, notify
 from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.nan_check import NanCheck
-from merlin_cowclip.workflows.training.ranks import gather_objects, rank_info
+from merlin_cowclip.workflows.training.ranks import (
+    gather_objects,
+    raise_on_any_rank,
+    rank_info,
+)
 from merlin_cowclip.workflows.training.runs import CHECKPOINTS, how_to_resume
-from merlin_cowclip.workflows.training.scalars import field_rows, field_scalars, summary_scalars
-from merlin_cowclip.workflows.training.step_variables import StepVariables
 from merlin_cowclip.workflows.training.stopping import Stopping
 
+CHECK_EVERY = 25  # updates between two checks for NaN and infinity
 LOG_EVERY = 50  # updates between two calls of `Listener.on_step`
 PRINT_EVERY = 60.0  # seconds between two lines of an epoch, where no bar shows it
 
@@ -68,7 +76,7 @@ class Progress:
 
 
 class Trainer:
-    """Builds a model, and trains it epoch by epoch.
+    """Sets the process's seeds, builds a model, and trains it epoch by epoch.
 
     Args:
       config: what to train.
@@ -77,6 +85,7 @@ class Trainer:
       run: the run's folder, for checkpoints; `None` for none.
       checkpointing: when to take checkpoints, and to log.
       show: whether to show bars, and a line per epoch.
+      after_step: called after each update.
 
     Raises:
       UserError: the network does not take the data's columns.
@@ -91,8 +100,14 @@ class Trainer:
         run: Path | None = None,
         checkpointing: CheckpointConfig | None = None,
         show: bool = False,
+        after_step: Callable[[], Any] = lambda: None,
     ) -> None:
+        tf.keras.backend.clear_session()
+        set_seeds(config.seed, deterministic=config.deterministic)
         data = loader.data
+        self._config, self._loader, self._stopping = config, loader, stopping
+        self._run, self._checkpointing, self._show = run, checkpointing or CheckpointConfig(), show
+        self._after_step = after_step
         self._valid = data.valid_files and Loader(data, "valid", batch_size=EVALUATION_BATCH)
         steps = {"updates": loader.rows // config.batch_size, "batches": len(loader)}
         try:
@@ -102,58 +117,14 @@ class Trainer:
             raise UserError(str(error)) from None
         self.statistics = self.optimizer.observe()
         self.model(dummy_batch(vars(data.spec)))
-        self._variables: StepVariables | None = None
-        if config.update != "deferred":
-            self._variables = StepVariables(config, self.optimizer, **steps)
-        state = training_state(self.model)
-        scales = (v for name, v in state.items() if name.startswith("loss_scale/"))
-        self._scales = [(variable, variable.numpy()) for variable in scales]
-        self._run, self._checkpointing, self._show = run, checkpointing or CheckpointConfig(), show
         self._predictor = Predictor(self.model)
         self.listeners: Sequence[Listener] = ()
-        self._begin(config, loader, stopping, lambda: None)
+        self.progress, self.step = Progress(), 0
+        self._losses: list[tf.Tensor] = []  # since the last check
         if run is not None:
             self._checkpoints = Checkpoints(run / CHECKPOINTS, self._checkpointing.keep)
-            self._state = self._grouped(state)
+            self._state = self._grouped(training_state(self.model))
             self._saved, self._saved_at = 0, time.monotonic()
-
-    def _begin(
-        self,
-        config: TrainConfig,
-        loader: Loader,
-        stopping: Stopping,
-        after_update: Callable[[], Any],
-    ) -> None:
-        self._config, self._loader = config, loader
-        self._stopping, self._after_update = stopping, after_update
-        self.progress, self.step = Progress(), 0
-        self._nan_check = NanCheck(self.optimizer, len(loader), config)
-
-    def reset(
-        self,
-        config: TrainConfig,
-        loader: Loader,
-        weights: Sequence[np.ndarray],
-        stopping: Stopping,
-        after_update: Callable[[], Any],
-    ) -> None:
-        """Reset to the state of a new trainer without a run; keep the compiled step.
-
-        `config` has the same `compiled_step_key`. `weights` are initial ones, in the order of
-        `model.weights`; of tables for σ = 1. `after_update` is called after each update.
-        """
-        assert self._variables is not None
-        stddev = config.hyperparameters.init_stddev
-        tables = {spec.variable.ref() for spec in self.optimizer.table_specs}
-        for variable, value in zip(self.model.weights, weights, strict=True):
-            # As `tf.random.normal` does: so a zero has no sign.
-            variable.assign(value * stddev + 0.0 if variable.ref() in tables else value)
-        for variable in (*self.optimizer.weights, *self.statistics.variables):
-            variable.assign(tf.zeros_like(variable))
-        for variable, value in self._scales:
-            variable.assign(value)
-        self._variables.assign(config)
-        self._begin(config, loader, stopping, after_update)
 
     @property
     def best_step(self) -> int | None:
@@ -171,11 +142,9 @@ class Trainer:
           UserError: a loss, gradient or weight is not finite, or the data cannot be read;
             checkpoints are as they were.
         """
-        loader, dataset = self._loader, self._loader.endless
-        if self.step:
-            epoch, start = divmod(self.step, len(loader))
-            dataset = loader.dataset(epochs=None, epoch=epoch, start=start)
-        batches, function = iter(dataset), self.model.make_train_function()
+        epoch, start = divmod(self.step, len(self._loader))
+        batches = iter(self._loader.dataset(epochs=None, epoch=epoch, start=start))
+        function = self.model.make_train_function()
         while not self._is_finished():
             self._train_epoch(function, batches)
             yield self._end_epoch()
@@ -206,7 +175,7 @@ class Trainer:
             for _ in range(begin, steps):
                 logs = function(batches)
                 self.step += 1
-                self._nan_check.see(self.step, logs["loss_batch"])
+                self.see(logs["loss_batch"])
                 bar.update()
                 now = time.perf_counter()
                 self.progress.seconds, before = self.progress.seconds + now - before, now
@@ -223,7 +192,38 @@ class Trainer:
                     print(f"[{title}] {line}", flush=True)
                 if self.step % steps and self._stop_if_asked():  # an epoch's end is saved measured
                     self._save()
-                self._after_update()
+                self._after_step()
+
+    def see(self, loss: tf.Tensor) -> None:
+        """After an update: keep its loss, and check if it is time."""
+        self._losses.append(loss)
+        if self.step % CHECK_EVERY == 0:
+            self._check_finite()
+
+    def _check_finite(self, weights: Iterable[tf.Variable] = ()) -> None:
+        """Raise NotFiniteError if a loss, a gradient or a weight is NaN or infinite.
+
+        Gradients and table rows are in sums that a NaN never leaves (`CowClipOptimizer.observe`),
+        so a check reads a few scalars, the dense weights and `weights`.
+        """
+        losses = np.mean(gather_objects([float(loss) for loss in self._losses]), axis=0)
+        self._losses = []
+        with raise_on_any_rank():
+            broken = [str(one) for one in self.optimizer.not_finite()]
+            broken += [v.name for v in weights if not bool(tf.reduce_all(tf.math.is_finite(v)))]
+            bad, hp = np.flatnonzero(~np.isfinite(losses)), self._config.hyperparameters
+            if not len(bad) and not broken:
+                return
+            first = int(bad[0]) if len(bad) else len(losses) - 1
+            step = self.step - len(losses) + 1 + first
+            loss = "".join(f"loss {value:g} " for value in losses[first:][:1])
+            named = f", with {', '.join(broken[:4])}" if broken else ""
+            raise NotFiniteError(
+                f"loss, gradients and weights must stay finite. Received: {loss}by update "
+                f"{step:,}, epoch {(step - 1) // len(self._loader) + 1}{named}. The run diverged, "
+                f"with dense_lr={hp.dense_lr:.6g}, embedding_lr={hp.embedding_lr:.6g}: lower them. "
+                "If it does so with any, look for NaN among the numbers of adopted data"
+            )
 
     def _stop_if_asked(self, *, now: bool = False) -> bool:
         """Whether a checkpoint is due; after an update or, `now`, an epoch. Saves before it stops.
@@ -249,7 +249,7 @@ class Trainer:
 
     def _end_epoch(self) -> dict[str, Any]:
         """Measure it, write it down, and take a checkpoint."""
-        self._nan_check.look(self.step)
+        self._check_finite()
         row = {
             "epoch": len(self.progress.epochs) + 1,
             **{f"valid_{name}": value for name, value in self._quality(self._valid).items()},
@@ -314,11 +314,9 @@ class Trainer:
         return overall, fields
 
     def _tags(self, loss: float) -> dict[str, float]:
-        """The same as TensorBoard has it, which shows the groups of its page by name."""
-        overall, fields = self._scalars()
-        values = {"loss": loss, **overall}
-        tags = {f"all/{name}": value for name, value in values.items() if value is not None}
-        return tags | {f"field_{tag}": value for tag, value in field_scalars(fields).items()}
+        """The same as TensorBoard has it."""
+        values = {"loss": loss, **self._scalars()[0]}
+        return {f"all/{name}": value for name, value in values.items() if value is not None}
 
     def _line(self, row: Mapping[str, Any]) -> str:
         parts = [f"loss {row['train_loss']:.4f}"]
@@ -361,7 +359,7 @@ class Trainer:
             return
         shared, shards = self._state.shared.items(), self._state.shards.items()
         weights = [v for name, v in (*shared, *shards) if name.startswith("weight/")]
-        self._nan_check.look(self.step, [v for v in weights if v.dtype.is_floating])
+        self._check_finite([v for v in weights if v.dtype.is_floating])
         progress = dataclasses.asdict(self.progress)
         self._checkpoints.save(self.step, self._state, progress, best=self.best_step)
         self._saved, self._saved_at = self.step, time.monotonic()
@@ -370,3 +368,73 @@ class Trainer:
 def _mean(loss: tf.Tensor) -> float:
     """Over all ranks."""
     return float(np.mean(gather_objects(float(loss))))
+
+
+# Quantity → its value for a field that was updated.
+_QUANTITIES: dict[str, Callable[[FieldStatistics], float | None]] = {
+    "ids_per_batch": lambda field: field.all.rows / field.steps,
+    "rows_clipped": lambda field: field.all.share_of_rows_clipped,
+    "occurrences_clipped": lambda field: field.all.share_of_occurrences_clipped,
+    "gradient_norm_frequent": lambda field: field.frequent.gradient_norm,
+    "gradient_norm_rare": lambda field: field.rare.gradient_norm,
+    "weight_norm_frequent": lambda field: field.frequent.weight_norm,
+    "weight_norm_rare": lambda field: field.rare.weight_norm,
+}
+_OF_THE_CLIP = ("rows_clipped", "occurrences_clipped")
+
+
+def _values(field: FieldStatistics) -> dict[str, float | None]:
+    unseen = () if field.is_clipped else _OF_THE_CLIP
+    return {
+        name: None if not field.steps or name in unseen else value_of(field)
+        for name, value_of in _QUANTITIES.items()
+    }
+
+
+def field_rows(fields: Iterable[FieldStatistics]) -> list[dict[str, Any]]:
+    """For each field its `table`, its `field` (name) and every quantity.
+
+    `None`: the field was not updated, the clip does not apply to it, or a mean over no ids. Shares
+    are from 0 to 1, norms are means over ids and steps.
+    """
+    return [{"table": field.table, "field": field.field, **_values(field)} for field in fields]
+
+
+def summary_scalars(fields: Sequence[FieldStatistics]) -> dict[str, float | None]:
+    """The same over all fields of the embeddings (tables of width 2 and more, where there are any).
+
+    What is of the clip is of all fields that it applies to, and of none other.
+    """
+    chosen = [field for field in fields if field.width > 1] or list(fields)
+    steps = max((field.steps for field in chosen), default=0)
+    frequent, rare = (_sum(getattr(f, kind) for f in chosen) for kind in ("frequent", "rare"))
+    clipped = _sum(field.all for field in fields if field.is_clipped)
+    return {
+        **_values(FieldStatistics("", "", 0, True, steps, frequent, rare)),
+        "rows_clipped": clipped.share_of_rows_clipped,
+        "occurrences_clipped": clipped.share_of_occurrences_clipped,
+    }
+
+
+def _sum(parts: Iterable[RowStatistics]) -> RowStatistics:
+    return sum(parts, RowStatistics(0, 0, 0, 0, 0.0, 0.0))
+
+
+def clip_sentence(fields: Sequence[FieldStatistics], clip: str | None) -> str:
+    """A sentence on what the clip did to the ids of a run; shares are of the clipped fields."""
+    clipped = [one for one in fields if one.is_clipped and one.steps]
+    if not clipped:
+        return "No table is clipped."
+    whole = _sum(field.all for field in clipped)
+    if not whole.clipped_rows:
+        name = "CowClip" if clip == "adaptive_column" else "The clip"
+        return (
+            f"{name} was inactive in this run (no row reached its bound); the result comes from "
+            "the hyperparameters."
+        )
+    touched = sum(field.all.clipped_rows > 0 for field in clipped)
+    return (
+        f"The clip shortened {100 * whole.clipped_rows / whole.rows:.3g} % of the rows "
+        f"({100 * whole.clipped_occurrences / whole.occurrences:.3g} % of the occurrences), in "
+        f"{touched} of {len(clipped)} clipped fields."
+    )
