@@ -85,7 +85,7 @@ class DatasetSpec:
         categorical: columns with one id each: any text or integer.
         continuous: columns with a number each; a missing one counts as 0.
         lists: columns with any number of ids each.
-        format: "csv" (any separator, gzipped or not) or "parquet".
+        format: "csv" (any separator, compressed or not) or "parquet".
         separator: between two columns of a CSV file; one character.
         header: whether the first line of a CSV file names the columns.
         quotes: whether cells of a CSV file may be quoted (RFC 4180) and so contain separators and

@@ -75,7 +75,7 @@ def prepare(
 
     Args:
         spec: the columns of the log.
-        inputs: files, globs or folders, CSV (gzipped or not) or parquet; without the files that
+        inputs: files, globs or folders, CSV (compressed or not) or parquet; without the files that
             ``spec.split`` names as validation or test part.
         out: the folder to write; must not exist.
         like: encode as an earlier run or folder, instead of fitting; other IDs are unknown.

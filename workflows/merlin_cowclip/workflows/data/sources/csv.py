@@ -251,9 +251,6 @@ class CsvSource(Source):
 
 def _has_line_ends(batch: pa.RecordBatch) -> bool:
     """Whether a cell of text has a line end."""
-    for column in batch.columns:
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary
-        if is_text(column.type) and pc.any(pc.match_substring_regex(column, "[\r\n]")).as_py():
-            return True
-    return False
+    columns = (c.dictionary if pa.types.is_dictionary(c.type) else c for c in batch.columns)
+    texts = (column for column in columns if is_text(column.type))
+    return any(pc.any(pc.match_substring_regex(text, "[\r\n]")).as_py() for text in texts)

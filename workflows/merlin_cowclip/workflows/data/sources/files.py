@@ -69,7 +69,7 @@ def _remote(url: str) -> tuple[fs.FileSystem, str, Callable[[str], Input]]:
             return system, bucket + key, lambda p: f"{scheme}://{host}{p[len(bucket) :]}{options}"
         system, path = fsspec.core.url_to_fs(url)
         return fs.PyFileSystem(_Handler(system)), path, system.unstrip_protocol
-    except (ImportError, ValueError) as error:  # no such package, scheme or option
+    except (ImportError, NotImplementedError, ValueError) as error:  # no package, scheme or option
         raise OSError(error) from error
 
 
@@ -122,12 +122,10 @@ def expand_paths(inputs: str | Path | Sequence[str | Path]) -> dict[Input, Input
         path = given if url and url[1] != "file" else Path(unquote(url[3]) if url else given)
         info = file_info(path)
         if info.type in (fs.FileType.NotFound, fs.FileType.Directory):
-            found: list[tuple[Input, Input | None]] = [
-                *_below(path, info.type == fs.FileType.Directory)
-            ]
+            found = [*_below(path, info.type == fs.FileType.Directory)]
+            files += found
             if not found:
                 raise UserError(f"no input file found for {given}. Check the path")
-            files += found
         elif not info.size:
             what = "is empty" if info.size == 0 else "is not a regular file of known size"
             raise UserError(f"input file {path} {what}. Leave it out, or write it again")
