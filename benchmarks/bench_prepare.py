@@ -1,17 +1,19 @@
-"""From raw text to training parquet: rows per second and peak memory, beside pandas.
+"""From raw text to training parquet: CPU seconds and peak memory, beside pandas and Polars.
 
 Synthetic Criteo logs, prepared (1) by pandas as the published CowClip code does it: a LabelEncoder
-per field over all rows, MinMaxScaler, split, parquet; (2) by `merlin-cowclip prepare` with threads;
-(3) with two Dask workers. Each is a process of its own. Its peak is the largest sum of the resident
-memory of all its processes, sampled: Rss counts the pages that they share once in each, and the
-mapped pages of files; Pss (proportional) counts them once.
+per field over all rows, MinMaxScaler, split, parquet; (2) the same by Polars (`pip install polars`;
+left out without it), ids ranked by their count; (3) by `merlin-cowclip prepare` with --memory 1GB.
+Each is a process of its own. CPU seconds are of all its threads, and include the start of Python.
+Its peak is the resident memory that the kernel reports.
 
-Then time per row at 0.5M and at 5M rows, whose ratio says whether a larger log costs more per row.
+Then rows from 1M to 5M (`--large` 20M takes 15 GB of disk): CPU time per row and the peak should not
+grow.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
@@ -19,8 +21,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
@@ -46,99 +46,112 @@ train.to_parquet(out + ".train.parquet", index=False)
 test.to_parquet(out + ".test.parquet", index=False)
 """
 
+POLARS = """
+import sys
+import polars as pl
+
+log, out = sys.argv[1:]
+dense, sparse = [f"I{i}" for i in range(1, 14)], [f"C{i}" for i in range(1, 27)]
+kinds = dict.fromkeys(dense, pl.Float64) | dict.fromkeys(sparse, pl.String)
+schema = {"label": pl.Int64, **kinds}
+data = pl.read_csv(log, separator="\\t", has_header=False, schema=schema).sample(
+    fraction=1, shuffle=True, seed=0
+)
+cut = len(data) // 10
+train, test = data[cut:], data[:cut]
+low, high = train.select(pl.col(dense).fill_null(0).min()), train.select(pl.col(dense).max())
+units = [
+    ((pl.col(n).fill_null(0) - low[n][0]) / (high[n][0] - low[n][0])).clip(0, 1).cast(pl.Float32)
+    for n in dense
+]
+train, test = train.with_columns(units), test.with_columns(units)
+for field in sparse:
+    ranked = train[field].drop_nulls().value_counts(sort=True)
+    ids = ranked.select(field).with_row_index("id", offset=3)
+    train, test = (
+        part.join(ids, on=field, how="left", maintain_order="left").with_columns(
+            pl.when(pl.col(field).is_null()).then(1).otherwise(pl.col("id").fill_null(2))
+            .cast(pl.Int64).alias(field)
+        ).drop("id")
+        for part in (train, test)
+    )
+train.write_parquet(out + ".train.parquet")
+test.write_parquet(out + ".test.parquet")
+"""
+
 
 @dataclass(frozen=True)
 class Cost:
-    """What one process and its children took."""
+    """What one process took."""
 
     seconds: float
-    rss: float  # GiB
-    pss: float  # GiB
+    cpu: float
+    peak: float  # GB
 
 
 def cost(command: list[str]) -> Cost:
+    """Run a command; raises SystemExit if it fails."""
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    peak = [0, 0]
-    root = psutil.Process(process.pid)
-    while process.poll() is None:
-        total = [0, 0]
-        for one in [root, *_children(root)]:
-            try:
-                memory = one.memory_full_info()
-            except psutil.Error:
-                continue
-            total = [total[0] + memory.rss, total[1] + getattr(memory, "pss", memory.rss)]
-        peak = [max(a, b) for a, b in zip(peak, total, strict=True)]
-        time.sleep(0.2)
+    errors = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        sys.exit(errors.decode())
     seconds = time.perf_counter() - start
-    if process.returncode:
-        sys.exit(process.stderr.read().decode())
-    return Cost(seconds, peak[0] / 2**30, peak[1] / 2**30)
-
-
-def _children(root: psutil.Process) -> list[psutil.Process]:
-    try:
-        return root.children(recursive=True)
-    except psutil.Error:
-        return []
+    return Cost(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e9)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=2_000_000, help="beside pandas")
-    parser.add_argument("--small", type=int, default=500_000, help="of the growth")
+    parser.add_argument("--rows", type=int, default=2_000_000, help="beside the others")
+    parser.add_argument("--small", type=int, default=1_000_000, help="of the growth")
     parser.add_argument("--large", type=int, default=5_000_000, help="of the growth")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as folder:
         home = Path(folder)
-        logs = {}
-        for rows in sorted({arguments.rows, arguments.small, arguments.large}):
-            logs[rows] = home / f"{rows}.txt"
-            write_synthetic("criteo", logs[rows], rows=rows, seed=1, cardinality=CARDINALITY)
-        ours = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main", "prepare", "criteo"]
 
-        def prepare(rows: int, *options: str) -> Cost:
-            out = home / "out"
-            done = cost([*ours, str(logs[rows]), "--out", str(out), *options])
-            subprocess.run(["rm", "-rf", str(out)], check=True)
+        def log(rows: int) -> str:
+            path = home / f"{rows}.txt"
+            if not path.exists():
+                write_synthetic("criteo", path, rows=rows, seed=1, cardinality=CARDINALITY)
+            return str(path)
+
+        def prepare(rows: int) -> Cost:
+            module = "merlin_cowclip.workflows.commands.main"
+            command = [sys.executable, "-m", module, "prepare", "criteo", log(rows)]
+            done = cost([*command, "--out", str(home / "out"), "--memory", "1GB"])
+            subprocess.run(["rm", "-rf", str(home / "out")], check=True)
             return done
 
-        size = logs[arguments.large].stat().st_size / 2**30
         load = os.getloadavg()[0]
-        print(
-            f"{os.cpu_count()} CPU cores, load {load:.1f}; synthetic Criteo logs, 26 + 13 fields; "
-            f"{arguments.large:,} rows are {size:.2f} GiB of text"
-        )
-        pandas = cost([sys.executable, "-c", PANDAS, str(logs[arguments.rows]), str(home / "p")])
+        cores = len(os.sched_getaffinity(0))
+        print(f"{cores} CPU cores, load {load:.1f}; synthetic Criteo logs, 26 + 13 fields")
+        others = {"pandas, LabelEncoder, MinMaxScaler": PANDAS}
+        if importlib.util.find_spec("polars"):
+            others["Polars, joins"] = POLARS
         runs = [
-            (arguments.rows, "pandas, LabelEncoder, MinMaxScaler", pandas),
-            (arguments.rows, "prepare", prepare(arguments.rows)),
-            (arguments.rows, "prepare --workers 2", prepare(arguments.rows, "--workers", "2")),
-            (arguments.small, "prepare", prepare(arguments.small)),
-            (arguments.large, "prepare", prepare(arguments.large)),
-            (arguments.large, "prepare --workers 2", prepare(arguments.large, "--workers", "2")),
+            (
+                arguments.rows,
+                how,
+                cost([sys.executable, "-c", script, log(arguments.rows), f"{home}/p"]),
+            )
+            for how, script in others.items()
         ]
+        sizes = (arguments.rows, arguments.small, arguments.large)
+        runs += [(rows, "prepare --memory 1GB", prepare(rows)) for rows in sizes]
         lines = [
             (
                 f"{rows:,}",
-                what,
+                how,
                 f"{c.seconds:.1f}",
-                f"{rows / c.seconds:,.0f}",
-                f"{pandas.seconds / c.seconds:.2f}" if rows == arguments.rows else "",
-                f"{c.rss:.2f}",
-                f"{c.pss:.2f}",
+                f"{c.cpu:.1f}",
+                f"{c.cpu / rows * 1e6:.2f}",
+                f"{c.peak:.2f}",
             )
-            for rows, what, c in runs
+            for rows, how, c in runs
         ]
-        header = ("rows", "how", "seconds", "rows/s", "x pandas", "peak Rss GiB", "peak Pss GiB")
+        header = ("rows", "how", "seconds", "CPU seconds", "CPU µs per row", "peak GB")
         print(format_table(header, lines))
-        small, large = runs[3][2], runs[4][2]
-        growth = (large.seconds / arguments.large) / (small.seconds / arguments.small)
-        print(
-            f"time per row, {arguments.large:,} over {arguments.small:,} rows (the start of the "
-            f"program included): {growth:.2f}"
-        )
 
 
 if __name__ == "__main__":
