@@ -6,8 +6,8 @@ left out without it), ids ranked by their count; (3) by `merlin-cowclip prepare`
 Each is a process of its own. CPU seconds are of all its threads, and include the start of Python.
 Its peak is the resident memory that the kernel reports.
 
-Then rows from 1M to 5M (`--large` 20M takes 15 GB of disk): CPU time per row and the peak should not
-grow.
+Then rows from 1M to 5M: CPU time per row and the peak should not grow. (`--large 20_000_000` takes
+15 GB of disk.)
 """
 
 from __future__ import annotations

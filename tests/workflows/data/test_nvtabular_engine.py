@@ -78,22 +78,29 @@ def make_log(name: str, folder: Path) -> tuple[DatasetSpec, list[Path]]:
     if name == "own":
         own_log().to_csv(log, index=False)
         return OWN, [log]
+    if name == "parquet":
+        frame = own_log().drop(columns=["price"])
+        frame["y"] = frame["y"] == "yes"
+        frame["tags"] = frame["tags"].str.split("|")
+        frame["day"] = pd.to_datetime(frame["day"])
+        frame.to_parquet(log, row_group_size=1_000)
+        options = {"format": "parquet", "label_values": None, "continuous": ("one",)}
+        return dataclasses.replace(OWN, **options), [log]
     write_synthetic(name, log, rows=ROWS, seed=5, cardinality=2_000)
     header, *lines = log.read_text().splitlines(keepends=True)
     for part, of in (("a", lines[:1_000]), ("b", lines[1_000:2_000]), ("log", lines[2_000:])):
         (folder / part).write_text("".join([header, *of]))
     spec = {"criteo": CRITEO, "avazu": AVAZU}[name]
     split = Split("random", valid=(str(folder / "a"),), test=(str(folder / "b"),))
-    rare = {"freq_threshold": 4, "hash_buckets": 11 if name == "avazu" else 1}
-    return dataclasses.replace(spec, split=split, **rare), [log]
+    return dataclasses.replace(spec, split=split, freq_threshold=4, hash_buckets=11), [log]
 
 
 def rows_of(data: PreparedData, part: str, ordered: bool = False) -> pd.DataFrame:
     files = {"train": data.train_files, "valid": data.valid_files, "test": data.test_files}[part]
-    frame = pd.concat(map(pd.read_parquet, files), ignore_index=True)
+    frame = pd.concat([pd.DataFrame(), *map(pd.read_parquet, files)], ignore_index=True)
     for name in data.spec.lists:
         frame[name] = frame[name].map(tuple)
-    return frame if ordered else frame.sort_values([*frame], ignore_index=True)
+    return frame if ordered or frame.empty else frame.sort_values([*frame], ignore_index=True)
 
 
 def alike(one: PreparedData, other: PreparedData) -> None:
@@ -114,10 +121,10 @@ def alike(one: PreparedData, other: PreparedData) -> None:
     assert records[0] == records[1]
 
 
-@pytest.mark.parametrize("name", ["criteo", "avazu", "own"])
+@pytest.mark.parametrize("name", ["avazu", "own", "parquet"])
 def test_the_data_of_the_default_engine(tmp_path, name, capfd, monkeypatch):
     spec, log = make_log(name, tmp_path)
-    if name != "own":  # many columns
+    if name == "avazu":  # many columns
         monkeypatch.setattr(nvtabular_engine, "CHUNK_BYTES", (1 << 19, 1 << 19))
         monkeypatch.setattr(nvtabular_engine, "CELLS", 100_000)
     ours = prepare(spec, log, tmp_path / "duckdb", seed=3, progress=False)
@@ -134,6 +141,18 @@ def test_the_data_of_the_default_engine(tmp_path, name, capfd, monkeypatch):
     hashed = {c: spec.buckets_of(c) for c in spec.ids if spec.buckets_of(c) > 1}
     used = [np.count_nonzero(theirs.counts(c)["count"][2 : 2 + n]) for c, n in hashed.items()]
     assert max(used, default=9) > 2  # rare ids are in several buckets
+
+
+def test_few_rows_and_two_parts(tmp_path):
+    log = pd.DataFrame({"y": [0, 1] * 6, "c": [*"abcdef"] * 2, "t": range(12)})
+    log.to_csv(tmp_path / "log.gz", index=False)
+    spec = DatasetSpec("toy", "y", ("c",), split=Split("time", 0.25, "t", 0))
+    data = [
+        prepare(spec, [tmp_path / "log.gz"], tmp_path / e, engine=e, progress=False, part_rows=5)
+        for e in ENGINES
+    ]
+    alike(*data)
+    assert data[1].rows == {"train": 9, "valid": 0, "test": 3}
 
 
 def test_training_rows_are_shuffled(tmp_path):
@@ -339,6 +358,7 @@ def test_a_worker_dies_while_ids_are_counted(cluster, tmp_path, monkeypatch, cap
     spec, log = make_log("own", tmp_path)
     ours = prepare(spec, log, tmp_path / "duckdb", seed=3, progress=False)
     (cluster.home / "slow").touch()
+    monkeypatch.setattr(nvtabular_engine, "CHUNK_BYTES", (1 << 14, 1 << 14))
 
     def kill_one() -> None:
         wait_for(lambda: list(cluster.home.glob(f"fit-{cluster.workers[0].pid}")))
@@ -362,6 +382,7 @@ def test_a_worker_dies_while_ids_are_counted(cluster, tmp_path, monkeypatch, cap
         patch.setattr(Client, "_gather", gathered)
         observer = Client(cluster.address, set_as_default=False)
         with observer, get_task_stream(observer) as stream:
+            observer.run(exec, f"import {nvtabular_engine.__name__}")  # which takes seconds
             killed = pool.submit(kill_one)
             options = {"seed": 3, "scheduler": cluster.address}
             data = prepare(spec, log, tmp_path / "data", **options)

@@ -64,7 +64,7 @@ def connect(
         try:
             client = Client(cluster, timeout=CONNECT)
             client.wait_for_workers(1, timeout=CONNECT)
-        except (OSError, TimeoutError, ValueError) as error:
+        except (OSError, asyncio.TimeoutError, ValueError) as error:
             raise UserError(
                 f"no Dask workers at {cluster}: {error}. Start `dask scheduler` and `dask worker`, "
                 "and give the scheduler's address, as in tcp://10.0.0.1:8786"

@@ -52,7 +52,7 @@ with quiet_imports():
 
 NOT_OFFERED = ("hash_only", "shared", "standardize", "quantiles")
 CHUNKS = 64  # of the input, each of at least and at most so many bytes:
-CHUNK_BYTES = (1 << 20, 64 << 20)
+CHUNK_BYTES = (8 << 20, 64 << 20)
 CELLS = 1 << 24  # rows × columns of a file between two steps
 SKETCH = 1024  # times that stand for those of a chunk, if it has more
 SPLIT_IDS = 1 << 25  # ids of a field, distinct by batch, that one task merges
