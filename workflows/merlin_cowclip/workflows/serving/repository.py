@@ -18,7 +18,14 @@ from merlin_cowclip.workflows.data.adopt.inference import as_fitted
 from merlin_cowclip.workflows.data.sources.base import ids_as_text
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 from merlin_cowclip.workflows.manifest import check_manifest
-from merlin_cowclip.workflows.serving.served_model import TEXT, TYPES, ServedModel, probabilities
+from merlin_cowclip.workflows.serving.served_model import (
+    NETWORK,
+    TEXT,
+    TYPES,
+    WORKFLOW,
+    ServedModel,
+    probabilities,
+)
 
 ENTRY = "executor_model"  # the model that clients call
 RECORD, VERSION = f"{ENTRY}/export.json", f"{ENTRY}/1"
@@ -62,8 +69,9 @@ class Repository:
         """
         if not trust:
             remedy = f"{_AGAIN}, or, if you trust its code: load(trust=True)"
+            whole = [f"{VERSION}/{folder}" for folder in (WORKFLOW, NETWORK)]  # others have caches
             manifest = self.record["manifest"]
-            check_manifest(self.path, manifest, "a model repository", remedy, [VERSION])
+            check_manifest(self.path, manifest, "a model repository", remedy, whole)
         return ServedModel(self.path / VERSION)
 
     def request(self, rows: pd.DataFrame | pa.Table) -> dict[str, np.ndarray]:
