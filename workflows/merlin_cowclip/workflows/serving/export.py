@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import types
 
 from merlin_cowclip.workflows import folders
 from merlin_cowclip.workflows.data.adopt.inference import halves
@@ -137,10 +136,8 @@ def _inputs(workflow: Any, kinds: Mapping[str, pa.DataType | None]) -> dict[str,
             else:
                 inputs[column.name] = known
     if without:
-        raise UserError(
-            f"Triton has no type for {', '.join(without)}. Fit the workflow on columns of text, "
-            "numbers or booleans, or lists of them"
-        )
+        remedy = "Fit the workflow on columns of text, numbers or booleans, or lists of them"
+        raise UserError(f"Triton has no type for {', '.join(without)}. {remedy}")
     return inputs
 
 
@@ -174,7 +171,7 @@ def _check_raw(
         expected = predictor.probabilities(features)
         rows = pa.table({name: batch.column(name) for name in exported.record["columns"]})
         # A request cannot contain missing integers and booleans.
-        whole = [c for c in rows.columns if types.is_integer(c.type) or types.is_boolean(c.type)]
+        whole = [c for c in rows.columns if pa.types.is_integer(c.type) or c.type == pa.bool_()]
         sent = np.flatnonzero(np.all([[True] * len(rows), *(c.is_valid() for c in whole)], axis=0))
         parts = [rows.take(pa.array(sent[part])) for part in halves(len(sent))]
         requests = [exported.request(part) for part in parts]

@@ -75,8 +75,7 @@ def load_network(path: Path) -> Callable[[Mapping[str, np.ndarray]], np.ndarray]
 
     def predict(inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         tensors = {name: tf.constant(array) for name, array in inputs.items()}
-        found: np.ndarray = saved.signatures["serving_default"](**tensors)["probability"].numpy()
-        return found
+        return saved.signatures["serving_default"](**tensors)["probability"].numpy()
 
     _, specs = saved.signatures["serving_default"].structured_input_signature
     length = {"ids": 1, "numbers": 1, "values": 0, "offsets": 2}  # of a row with empty lists

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encode raw rows of prepared data without pandas and NVTabular, as its workflow does.
-
-Ids are looked up in dictionaries that are built when the model loads.
-"""
+"""Encode raw rows of prepared data without pandas and NVTabular, as its workflow does."""
 
 from __future__ import annotations
 
@@ -47,8 +44,7 @@ class PreparedRows:
         column = pq.read_table(encode.categories[field], columns=[field])[field]
         texts = column.cast(pa.string()).cast(pa.binary()).to_pylist()
         known = itertools.count(statistics.UNKNOWN + encode.buckets(field))
-        is_unknown = field in encode.missing_as_unknown
-        missing = statistics.UNKNOWN if is_unknown else statistics.MISSING
+        missing = (statistics.MISSING, statistics.UNKNOWN)[field in encode.missing_as_unknown]
         none = {text.encode(): missing for text in ("", *encode.null_values)}
         return dict(zip(texts, known, strict=False)) | none
 

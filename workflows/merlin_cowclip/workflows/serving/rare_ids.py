@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drop the embedding rows of rare ids, and measure what that costs in AUC.
-
-Dropped ids are answered as unknown ids, or by their hash bucket.
-"""
+"""Drop the embedding rows of rare ids, which are unknown or hashed then, and measure the cost."""
 
 from __future__ import annotations
 
@@ -23,6 +20,8 @@ from merlin_cowclip.workflows.training import evaluation
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.runs import Run, inputs_of
 
+Inputs = Mapping[str, np.ndarray]
+
 
 @dataclass(frozen=True, eq=False)
 class RareIds:
@@ -39,9 +38,7 @@ class RareIds:
         answers = self.answered_as
         return {f: np.searchsorted(ids, answers[f]).astype("i4") for f, ids in self.kept.items()}
 
-    def answered(
-        self, features: Mapping[str, np.ndarray], spec: DatasetSpec
-    ) -> dict[str, np.ndarray]:
+    def answered(self, features: Inputs, spec: DatasetSpec) -> dict[str, np.ndarray]:
         """A model's inputs with the ids that answer rare ones."""
         keys = {f"{f}__values" if f in spec.lists else f: f for f in spec.ids}
         return {**features, **{k: self.answered_as[f][features[k]] for k, f in keys.items()}}

@@ -18,14 +18,8 @@ from merlin_cowclip.workflows.data.adopt.inference import as_fitted
 from merlin_cowclip.workflows.data.sources.base import ids_as_text
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 from merlin_cowclip.workflows.manifest import check_manifest
-from merlin_cowclip.workflows.serving.served_model import (
-    NETWORK,
-    TEXT,
-    TYPES,
-    WORKFLOW,
-    ServedModel,
-    probabilities,
-)
+from merlin_cowclip.workflows.serving import served_model
+from merlin_cowclip.workflows.serving.served_model import TEXT, ServedModel
 
 ENTRY = "executor_model"  # the model that clients call
 RECORD, VERSION = f"{ENTRY}/export.json", f"{ENTRY}/1"
@@ -45,21 +39,14 @@ class Repository:
 
     @classmethod
     def open(cls, path: str | Path) -> Repository:
-        """Open a folder that `export` wrote.
-
-        Raises:
-          UserError: it is none, is incomplete, or is of another version.
-        """
+        """Open a folder that `export` wrote; UserError for another folder, or an older version."""
         path = Path(path)
         try:
             record = folders.read_json(path / RECORD)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is not a model repository: {error!r}. {_AGAIN}") from None
-        if record.get("format") != FORMAT:
-            raise UserError(
-                f"{path / RECORD} has format {record.get('format')!r}; this version reads format "
-                f"{FORMAT}. {_AGAIN}"
-            )
+        if (found := record.get("format")) != FORMAT:
+            raise UserError(f"{path} has format {found!r}, not {FORMAT}, of this version. {_AGAIN}")
         return cls(path, record)
 
     def load(self, *, trust: bool = False) -> ServedModel:
@@ -69,7 +56,7 @@ class Repository:
         """
         if not trust:
             remedy = f"{_AGAIN}, or, if you trust its code: load(trust=True)"
-            whole = [f"{VERSION}/{folder}" for folder in (WORKFLOW, NETWORK)]  # others have caches
+            whole = [f"{VERSION}/{folder}" for folder in served_model.FOLDERS]  # others have caches
             manifest = self.record["manifest"]
             check_manifest(self.path, manifest, "a model repository", remedy, whole)
         return ServedModel(self.path / VERSION)
@@ -77,45 +64,38 @@ class Repository:
     def request(self, rows: pd.DataFrame | pa.Table) -> dict[str, np.ndarray]:
         """The tensors that a client sends for n raw rows, by name, (1, n) each.
 
-        A list is `name__values` (1, m) and `name__offsets` (1, n + 1). Text is bytes.
-
-        Args:
-          rows: the columns of the record, in any order; others are ignored.
-
-        Raises:
-          UserError: a column is missing, occurs twice, or is of another type.
+        A list is `name__values` (1, m) and `name__offsets` (1, n + 1). Text is bytes. Raises
+        UserError if a column of the record is missing, occurs twice, or is of another type.
         """
         names = rows.column_names if isinstance(rows, pa.Table) else list(rows.columns)
         if bad := [name for name in self.record["columns"] if names.count(name) != 1]:
             raise UserError(
                 f"rows must have each of the columns {quoted(bad)} once. Add or rename columns"
             )
-        tensors: dict[str, np.ndarray] = {}
-        for name in self.record["columns"]:
-            tensors |= self._tensors(name, rows[name])
-        return {name: array[np.newaxis] for name, array in tensors.items()}
+        parts = [self._tensors(name, rows[name]) for name in self.record["columns"]]
+        return {name: array[np.newaxis] for part in parts for name, array in part.items()}
 
     def _tensors(self, name: str, given: pd.Series | pa.ChunkedArray) -> dict[str, np.ndarray]:
         inputs, where = self.record["inputs"], f"column {name!r}"
         is_list = name not in inputs
         key = f"{name}__values" if is_list else name
-        kind: Any = TYPES[inputs[key]]
+        kind: Any = served_model.TYPES[inputs[key]]
         if isinstance(given, pd.Series) and kind == TEXT and not self.record["is_adopted"]:
             try:
                 given = ids_as_text(pa.array(given, from_pandas=True), is_list)
             except (pa.ArrowException, ValueError) as error:
                 raise UserError(f"{where}: {clipped(str(error))}. Give text") from None
         column = as_fitted(given, pa.list_(kind) if is_list else kind, where)
-        values = column.flatten() if is_list else column
-        if kind == TEXT:
-            values = values.fill_null(b"")
-        elif values.null_count and not pa.types.is_floating(kind):
-            raise UserError(f"{where} has a missing value, which {kind} cannot be. Fill it")
-        tensors = {key: values.to_numpy(zero_copy_only=False)}
+        tensors = {}
         if is_list:
             lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
             tensors[f"{name}__offsets"] = np.cumsum([0, *lengths], dtype=np.int32)
-        return tensors
+            column = column.flatten()
+        if kind == TEXT:
+            column = column.fill_null(b"")
+        elif column.null_count and not pa.types.is_floating(kind):
+            raise UserError(f"{where} has a missing value, which {kind} cannot be. Fill it")
+        return {key: column.to_numpy(zero_copy_only=False), **tensors}
 
     def predict(self, frame: pd.DataFrame, *, trust: bool = False) -> np.ndarray:
         """Probabilities of raw rows, n float32, as a server answers their `request`.
@@ -123,4 +103,4 @@ class Repository:
         Each call loads the repository. Raises UserError as `request` and `load`, or for a bad row.
         """
         request = self.request(frame)
-        return probabilities(self.load(trust=trust).answers([request]))
+        return served_model.probabilities(self.load(trust=trust).answers([request]))

@@ -15,12 +15,12 @@ from merlin_cowclip.workflows.data.adopt.graph import load_saved
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow, as_fitted
 from merlin_cowclip.workflows.data.adopt.validate import BatchLocation, element_type
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.errors import UserError, clipped
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.serving.network import load_network, network_inputs
 from merlin_cowclip.workflows.serving.prepared_rows import PreparedRows
 from merlin_cowclip.workflows.training.rows import checked_rows, features_of
 
-WORKFLOW, NETWORK = "workflow", "network"
+FOLDERS = WORKFLOW, NETWORK = "workflow", "network"
 ROWS = "rows.npz"  # by field: for each id the row of the smaller table, if rare ids were dropped
 TEXT = pa.binary()
 TYPES = {  # Triton's
@@ -58,12 +58,8 @@ class ServedModel:
     ) -> list[np.ndarray | Exception]:
         """The probabilities of each request, (1, n) float32, or the error that it causes.
 
-        The requests are joined, encoded once and scored once. If that fails, each half of them is,
-        so that a bad request fails alone.
-
-        Args:
-            requests: each as of `Repository.request`, or what `tensors` reads as such.
-            tensors: reads the tensors of a request.
+        ``tensors`` reads a request as `Repository.request` gives it. All are joined, encoded once
+        and scored once. If that fails, each half of them is, so that a bad request fails alone.
         """
         try:
             return self._joined(list(map(tensors, requests)))
@@ -116,23 +112,19 @@ def _checked(request: Request) -> tuple[dict[str, np.ndarray], int]:
     """A request's tensors without their first dimension, and its number of rows."""
     columns, rows = {name: array.ravel() for name, array in request.items()}, {}
     for name, array in columns.items():
-        if request[name].shape != (1, len(array)):
-            shape = request[name].shape
+        if (shape := request[name].shape) != (1, len(array)):
             raise UserError(f"{name!r} must have the shape (1, n), not {shape}. Reshape it")
         field, is_offsets, _ = name.partition("__offsets")
         if is_offsets:
             held, rows[field] = len(columns[f"{field}__values"]), len(array) - 1
             if not len(array) or array[0] or array[-1] != held or (np.diff(array) < 0).any():
-                raise UserError(
-                    f"{name!r} must rise from 0 to {held:,}, the number of values. Received: "
-                    f"{clipped(str(array.tolist()))}"
-                )
+                raise UserError(f"{name!r} must rise from 0 to the number of values, {held:,}")
         elif f"{name.removesuffix('__values')}__offsets" not in columns:
             rows[name] = len(array)
     examples = {number: name for name, number in rows.items()}
     if len(examples) > 1:
         found = ", ".join(f"{number} in {name!r}" for number, name in examples.items())
-        raise UserError(f"columns differ in their number of rows: {clipped(found)}")
+        raise UserError(f"columns differ in their number of rows: {found}")
     if not any(rows.values()):
         raise UserError("the request has no rows")
     return columns, next(iter(rows.values()))

@@ -26,8 +26,7 @@ class TritonPythonModel:
         return [_response(answer) for answer in self._model.answers(requests, _tensors)]
 
 
-def _tensors(request: Any) -> dict[str, np.ndarray]:
-    # get_input_tensor_by_name would take quadratic time.
+def _tensors(request: Any) -> dict[str, np.ndarray]:  # faster than get_input_tensor_by_name
     return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
 
 
