@@ -29,7 +29,7 @@ TRITON := $(VENV)-triton
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-extended test-versions test-ranks test-triton test-gpu kills containers-test has-python lint bench docs wheel release-check clean
+.PHONY: help demo test test-all test-extended test-versions test-ranks triton test-triton test-gpu kills containers-test has-python lint bench docs wheel release-check clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -89,6 +89,8 @@ $(TRITON)/.installed: $(STAMP)
 	stub=python_backend_stubs/$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
 	cd $(TRITON)/pytriton/tritonserver; cp $$stub/* backends/python/; \
 	chmod +x bin/tritonserver backends/python/triton_python_backend_stub; touch ../../.installed
+
+triton: $(TRITON)/.installed  ## Triton's server, unpacked into $(TRITON)
 
 test-triton: $(STAMP) $(TRITON)/.installed  ## exported runs on a real Triton server, by gRPC; installs it
 	@COWCLIP_TRITON=$(abspath $(TRITON)) $(BIN)/python -m pytest tests/triton

@@ -52,7 +52,6 @@ def test_workers_prepare_the_same(tmp_path):
 
 @extended
 def test_a_server_answers_as_predict_writes(tmp_path):
-    pytest.importorskip("merlin.systems")
     cases.train(cases.prepare_shop(tmp_path), tmp_path / "run")
     rows = cases.shop_frame(cases.new_rows())
     found = cases.exported(tmp_path / "run", tmp_path / "repository", rows)

@@ -105,3 +105,12 @@ def ask(address: str, *requests: Mapping[str, np.ndarray]) -> list[Any]:
             except grpc.InferenceServerException as error:
                 answers.append(str(error.message()))
     return answers
+
+
+def executions(address: str) -> int:
+    """How often the model was called, for one request or several."""
+    import tritonclient.grpc as grpc
+
+    with grpc.InferenceServerClient(address) as client:
+        (found,) = client.get_inference_statistics(MODEL).model_stats
+        return int(found.execution_count)

@@ -15,7 +15,7 @@ from merlin_cowclip.workflows import Repository
 from tests.workflows.serving import test_export
 from tests.workflows.serving.test_export import predicted, request, shop_frame
 
-from .server import ask, triton_server
+from .server import ask, executions, triton_server
 
 pytestmark = [
     pytest.mark.extended,
@@ -34,34 +34,40 @@ CLIENTS = 8
 
 
 def check(repository: Repository, frame: pd.DataFrame, expected: np.ndarray, log: Path) -> None:
-    """A server with a repository gives raw rows the expected probabilities, and survives errors."""
+    """A server gives raw rows the expected probabilities, joined or not, and survives errors."""
     record, size = repository.record, len(frame) // CLIENTS
     new = frame.head(50).assign(item="never seen")
     five = request(frame.head(5), record)
     number = next(name for name, kind in record["inputs"].items() if kind == "TYPE_FP64")
     reordered = dict(reversed(list(five.items())))
     missing = {name: values for name, values in five.items() if name != "item"}
-    wrong = {**five, number: np.array(["cheap"] * 5, object)}
-    short = {**five, "item": five["item"][:4]}
+    wrong = {**five, number: np.array([["cheap"] * 5], object)}
+    short = {**five, "item": five["item"][:, :4]}
+    flat = {name: values[0] for name, values in five.items()}
     parts = [frame[i * size : (i + 1) * size] for i in range(CLIENTS)]
     with triton_server(repository.path, log) as address:
-        refused = ask(address, missing, wrong, short)
+        refused = ask(address, missing, wrong, flat, short)
         answers = ask(address, request(frame, record), request(new, record), reordered)
-        with ThreadPoolExecutor(CLIENTS) as clients:
-            asked = [clients.submit(ask, address, *[request(part, record)] * 5) for part in parts]
+        before = executions(address)
+        with ThreadPoolExecutor(CLIENTS + 1) as clients:
+            bad = clients.submit(ask, address, *[short] * 20)
+            asked = [clients.submit(ask, address, *[request(part, record)] * 20) for part in parts]
             by_client = [one.result() for one in asked]
+        assert executions(address) - before < 20 * CLIENTS  # Triton handed over several at once
     assert "expected" in refused[0]
     assert number in refused[1]
-    assert refused[2].startswith("columns differ in their number of rows: ")
-    assert "4 in 'item'" in refused[2]
+    assert "batch size does not match" in refused[2]  # no first dimension
+    assert {*refused[3:], *bad.result()} == {refused[3]}
+    assert refused[3].startswith("columns differ in their number of rows: ")
+    assert "4 in 'item'" in refused[3]
     for found, wanted in zip(
         answers, (expected, repository.predict(new), expected[:5]), strict=True
     ):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(found, wanted[np.newaxis], rtol=0, atol=1e-6)
     for number_of_client, found_of_client in enumerate(by_client):
         wanted = expected[number_of_client * size : (number_of_client + 1) * size]
         for found in found_of_client:
-            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+            np.testing.assert_allclose(found, wanted[np.newaxis], rtol=0, atol=1e-6)
 
 
 def test_a_prepared_run(shop, tmp_path):

@@ -448,15 +448,6 @@ def test_an_error_at_the_end_leaves_nothing(toy_run, tmp_path, monkeypatch):
 # export
 
 
-def test_export_without_the_extra(toy_run, tmp_path, monkeypatch):
-    for name in [*sys.modules]:
-        if name.startswith(("merlin_cowclip.workflows.serving.", "tritonclient")):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tritonclient", None)
-    argv = ["export", toy_run, "--out", tmp_path / "repository", "--quiet"]
-    check(argv, "needs Merlin Systems and tritonclient … merlin-cowclip[serve]", tmp_path)
-
-
 def test_a_command_without_its_extra(toy_run, tmp_path, monkeypatch):
     for name in [*sys.modules]:
         if name.startswith(("merlin_cowclip.workflows.study.", "jinja2")):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-import pickle
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from decimal import Decimal
@@ -30,8 +28,9 @@ from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.serving.export import _request, _request_schema
-from merlin_cowclip.workflows.serving.rare_ids import rare_ids
+from merlin_cowclip.workflows.serving import served_model
+from merlin_cowclip.workflows.serving.export import _inputs, _own_modules
+from merlin_cowclip.workflows.serving.rare_ids import RareIds, rare_ids
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 from tests.saves import quick_saves
@@ -51,10 +50,7 @@ with quiet_imports():
 
     from merlin_cowclip.workflows.data.prepare.operators import EncodeIds
     from merlin_cowclip.workflows.serving.prepared_rows import PreparedRows
-    from merlin_cowclip.workflows.serving.workflow_operator import WorkflowOperator, _own_modules
-
-pytest.importorskip("merlin.systems")
-pytest.importorskip("tritonclient.grpc")
+    from merlin_cowclip.workflows.serving.served_model import ServedModel, probabilities
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode"),
@@ -70,8 +66,7 @@ DOTTED = {"user": "user.id", "genres": "2-genres"}  # as TensorFlow names no arg
 def shop(tmp_path_factory) -> tuple[Run, Path, Path]:
     """A run with all kinds of columns; raw rows of both splits; its repository.
 
-    The exported run and the folder of the export are gone when the repository is used. The same for
-    Triton's TensorFlow backend is next to it.
+    The exported run and the folder of the export are gone when the repository is used.
     """
     home = tmp_path_factory.mktemp("shop")
     log = shop_log()
@@ -90,12 +85,11 @@ def shop(tmp_path_factory) -> tuple[Run, Path, Path]:
     with quick_saves():
         run = train(data, replace(CONFIG, epochs=2), home / "run", progress=False)
     shutil.copytree(home / "run", home / "copy")
-    for backend in ("python", "tensorflow"):
-        run_folder = os.path.relpath(home / "copy")
-        export(Run.open(run_folder), home / "there", backend=backend, progress=False)
-        shutil.move(home / "there", home / backend)
+    run_folder = os.path.relpath(home / "copy")
+    export(Run.open(run_folder), home / "there", progress=False)
+    shutil.move(home / "there", home / "repository")
     shutil.rmtree(home / "copy")
-    return run, home / "test.csv", home / "python"
+    return run, home / "test.csv", home / "repository"
 
 
 def predicted(run: Run, path: Path, tmp_path: Path, **options: Any) -> np.ndarray:
@@ -125,22 +119,7 @@ def request(frame: pd.DataFrame, record: Any) -> dict[str, np.ndarray]:
             tensors[f"{name}__values"] = np.array([*(v for row in column for v in row)], kind)
             ends = np.cumsum([0, *map(len, column)])
             tensors[f"{name}__offsets"] = ends.astype(np.int32)
-    return tensors
-
-
-def served(repository: Path, requests: list[dict[str, np.ndarray]], tmp_path: Path) -> list[Any]:
-    (tmp_path / "requests").write_bytes(pickle.dumps(requests))
-    script = Path(__file__).with_name("triton_stand_in.py")
-    done = subprocess.run(
-        [sys.executable, script, repository, tmp_path / "requests", tmp_path / "answers"],
-        cwd=tmp_path,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[Any] = pickle.loads((tmp_path / "answers").read_bytes())
-    return found
+    return {name: array[np.newaxis] for name, array in tensors.items()}
 
 
 def test_predict_of_a_repository(shop, tmp_path):
@@ -152,9 +131,8 @@ def test_predict_of_a_repository(shop, tmp_path):
     assert (frame["user.id"] == ODD).any()
     assert (frame["item"] == "").any()
     assert frame["price"].isna().any()
-    for folder in (repository, repository.with_name("tensorflow")):
-        found = Repository.open(folder).predict(frame[frame.columns[::-1]])
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+    found = Repository.open(repository).predict(frame[frame.columns[::-1]])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["rare", "hashed"])
@@ -174,7 +152,7 @@ def test_a_request_is_encoded_as_by_the_workflow(name, tmp_path):
     kinds |= {f"{name}__values": "TYPE_STRING" for name in SHOP.lists}
     arrays = request(frame, {"columns": data.spec.fields, "inputs": kinds})
     arrays = {
-        n: a if a.dtype != object else np.array([t.encode() for t in a], object)
+        n: a[0] if a.dtype != object else np.array([t.encode() for t in a[0]], object)
         for n, a in arrays.items()
     }
     found = PreparedRows(data.workflow(), data.spec).encode(arrays)
@@ -205,33 +183,38 @@ def test_modules_that_no_package_installs_are_saved_with_the_workflow(tmp_path, 
     assert loaded.transform(rows)["x"].tolist() == [0, 1, 2]
 
 
-def test_a_server_with_the_tensorflow_backend(shop, tmp_path):
-    """As `triton_stand_in.py` has it; tests/triton has a server with the Python backend."""
-    run, path, repository = shop
-    repository = repository.with_name("tensorflow")
-    frame, record = shop_frame(path), Repository.open(repository).record
-    assert record["models"] == ["executor_model", "0_predicttensorflowtriton"]
-    expected = predicted(run, path, tmp_path)
-    five = request(frame.head(5), record)
+def test_requests_are_joined_and_a_bad_one_fails_alone(shop, tmp_path, monkeypatch):
+    """Of any number of rows, lists among them; a batch of good ones is scored once."""
+    repository, frame = Repository.open(shop[2]), shop_frame(shop[1])
+    expected, model = predicted(*shop[:2], tmp_path), repository.load()
+    scored, network = [], model._network
+    monkeypatch.setattr(model, "_network", lambda inputs: scored.append(1) or network(inputs))
+    parts = [frame[:1], frame[1:3], frame[3:100], frame[100:101], frame[101:]]
+    good = [repository.request(part) for part in parts]
+    for part, found in zip(parts, good, strict=True):
+        by_client = request(part, repository.record)
+        assert found.keys() == by_client.keys()
+        for name, array in by_client.items():
+            sent = [[t.encode() for t in array[0]]] if array.dtype == object else array
+            np.testing.assert_array_equal(found[name], sent)
+    np.testing.assert_allclose(probabilities(model.answers(good)), expected, rtol=0, atol=1e-6)
+    assert len(scored) == 1
+    five = repository.request(frame.head(5))
     crooked = {**five, "tags__offsets": np.maximum(five["tags__offsets"], 1)}
-    requests = [
-        request(frame, record),
-        dict(reversed(list(five.items()))),
-        {**five, "item": five["item"][:4]},
-        {**five, "item": np.array([b"\xff"] * 5, object)},
-        crooked,
-        request(frame.head(0), record),
-    ]
-    answers = served(repository, requests, tmp_path)
-    np.testing.assert_allclose(answers[0]["probability"], expected, rtol=0, atol=1e-6)
-    np.testing.assert_allclose(answers[1]["probability"], expected[:5], rtol=0, atol=1e-6)
-    assert answers[2:] == [
-        "columns differ in their number of rows: 4 in 'item', 5 in 'user.id', 5 in '2-genres', "
-        "5 in 'tags', 5 in 'price', 5 in 'age'",
-        "column 'item' is not UTF-8. Encode it",
-        f"'tags__offsets' must rise from 0 to {len(five['tags__values'])}, the number of values. "
-        f"Received: {crooked['tags__offsets'].tolist()}",
-        "the request has no rows",
+    bad = {
+        "columns differ in their number of rows: 5 in 'age', 4 in 'item'": {
+            **five,
+            "item": five["item"][:, :4],
+        },
+        "column 'item' is not UTF-8": {**five, "item": np.array([[b"\xff"] * 5], object)},
+        "'tags__offsets' must rise from 0 to the number of values, ": crooked,
+        "the request has no rows": repository.request(frame.head(0)),
+        "'age' must have the shape (1, n), not (5, 1)": {**five, "age": five["age"].T},
+    }
+    answers = model.answers([r for pair in zip(good, bad.values(), strict=True) for r in pair])
+    np.testing.assert_allclose(probabilities(answers[::2]), expected, rtol=0, atol=1e-6)
+    assert [str(error)[: len(text)] for error, text in zip(answers[1::2], bad, strict=True)] == [
+        *bad
     ]
 
 
@@ -240,7 +223,7 @@ def test_a_server_with_the_tensorflow_backend(shop, tmp_path):
     [
         (lambda f: f.drop(columns=["item", "price"]), "each of the columns 'item', 'price' once"),
         (lambda f: f.assign(price=f["price"].astype(object).where(f.index != 2, "dear")), "dear"),
-        (lambda f: f.assign(price=[["t1"]] * len(f)), "column 'price' must hold numbers"),
+        (lambda f: f.assign(price=[["t1"]] * len(f)), "column 'price' is list.*, but was double"),
         (lambda f: f.assign(tags="t1;t2"), "column 'tags': it is string, not a list"),
         (lambda f: pd.concat([f, f[["item"]]], axis=1), "each of the columns 'item' once"),
     ],
@@ -251,13 +234,30 @@ def test_rows_that_are_refused_here(shop, change, words):
         repository.predict(change(shop_frame(shop[1]).head(9)))
 
 
-def test_what_is_served_has_no_label_and_says_what_it_needs(shop):
+def test_ids_of_a_frame_are_text(shop):
+    """As `prepare` reads them: pandas makes floats of integers beside missing values."""
+    sent = Repository.open(shop[2]).request(
+        shop_frame(shop[1]).head(3).assign(item=[7, 1382, None])
+    )
+    assert sent["item"].tolist() == [[b"7", b"1382", b""]]
+
+
+def test_config_and_record(shop):
+    """As Triton parses it: requests of any shape are joined; the label is no input."""
+    schema = pytest.importorskip("tritonclient.grpc.model_config_pb2")
+    text_format = pytest.importorskip("google.protobuf.text_format")
     record = Repository.open(shop[2]).record
     assert record["columns"] == ["user.id", "item", "2-genres", "tags", "price", "age"]
-    assert record["models"] == ["executor_model"]
-    assert record["packages"].keys() >= {"merlin-cowclip", "merlin-systems", "nvtabular"}
-    text = "".join(path.read_text() for path in shop[2].glob("*/config.pbtxt"))
-    assert "bought" not in text
+    assert record["packages"].keys() >= {"merlin-cowclip", "tensorflow", "nvtabular"}
+    (path,) = shop[2].glob("*/config.pbtxt")
+    config = text_format.Parse(path.read_text(), schema.ModelConfig())
+    found = {one.name: schema.DataType.Name(one.data_type) for one in config.input}
+    assert found == record["inputs"]
+    assert found["2-genres__values"] == "TYPE_STRING"
+    assert all(one.allow_ragged_batch and one.dims == [-1] for one in config.input)
+    assert config.max_batch_size > 1
+    assert config.HasField("dynamic_batching")
+    assert config.backend == "python"
 
 
 @pytest.mark.extended
@@ -289,19 +289,18 @@ def test_an_adopted_pipeline(stock, of_stock, tmp_path):
     expected = predicted(run, path, tmp_path, raw=True)
     frame = pd.read_parquet(path)
     np.testing.assert_allclose(of_stock.predict(frame), expected, rtol=0, atol=1e-6)
+    parts = (frame[:1], frame[1:200], frame[200:])
+    by_client = [request(part, record) for part in parts]
+    found = of_stock.load().answers([of_stock.request(part) for part in parts])
+    np.testing.assert_allclose(probabilities(found), expected, rtol=0, atol=1e-6)
+    assert [one["genres__offsets"].tolist() for one in by_client] == [
+        of_stock.request(part)["genres__offsets"].tolist() for part in parts
+    ]
     # As of a single row, of which every id is missing.
     missing = frame[frame["item"].isna()]
     assert len(missing)
     among = expected[missing.index]
     np.testing.assert_allclose(of_stock.predict(missing), among, rtol=0, atol=1e-6)
-
-
-@pytest.mark.extended
-def test_a_server_answers_for_an_adopted_pipeline(stock, of_stock, tmp_path):
-    frame = pd.read_parquet(stock[2] / "raw-test/0.parquet")
-    (answer,) = served(of_stock.path, [request(frame, of_stock.record)], tmp_path)
-    expected = of_stock.predict(frame)
-    np.testing.assert_allclose(answer["probability"], expected, rtol=0, atol=1e-6)
 
 
 def test_types_of_an_adopted_pipelines_columns(stock, of_stock):
@@ -316,12 +315,12 @@ def test_types_of_an_adopted_pipelines_columns(stock, of_stock):
         found = of_stock.predict(frame)
         np.testing.assert_allclose(found, expected[frame.index], rtol=0, atol=1e-6)
     for frame, words in (
-        (rows.assign(user=rows["user"].astype(str)), "'user' of the request is string, but was in"),
+        (rows.assign(user=rows["user"].astype(str)), "column 'user' is string, but was int64"),
         (
             rows.assign(user=rows["user"] + 0.5),
-            r"'user' of the request, .* Float value .* was truncated",
+            r"column 'user', .* Float value .* was truncated",
         ),
-        (rows.assign(item=5), "'item' of the request is int64, but was string when"),
+        (rows.assign(item=5), "column 'item' is int64, but was binary"),
         (rows.assign(item=b"\xff"), "'item' of the request, .* string .*UTF8"),
     ):
         with pytest.raises(UserError, match=words):
@@ -397,9 +396,7 @@ def test_types_of_raw_columns_that_are_not_served(tmp_path, name):
         workflow, DatasetSpec("log", "y", ("x",)[len(lists) :], (), lists)
     )
     with pytest.raises(UserError, match=f"Triton has no type for 'x' \\({kind}\\)"):
-        _request_schema(inference)
-    with pytest.raises(UserError, match=r"'x(__values)?' is .*\. Fit the workflow on columns of t"):
-        _request(pa.table({"x": values}))
+        _inputs(workflow, inference.types)
     rows = pq.read_table(home / "raw.parquet")
     found = inference.transform(dict(zip(rows.column_names, rows.columns, strict=True)), "rows")
     assert all(np.min(ids) > 2 for ids in found["x"])
@@ -412,28 +409,39 @@ def test_raw_rows_are_checked(stock, shop, tmp_path, monkeypatch, capsys):
     assert main(list(map(str, argv))) == 0
     assert "the exported model answers as predict" in capsys.readouterr().out
     export(shop[0], tmp_path / "shop", check_raw=shop[1], progress=False)
-    monkeypatch.setattr(WorkflowOperator, "_inputs", in_another_order(WorkflowOperator._inputs))
+    encoded = ServedModel._encoded
+    monkeypatch.setattr(ServedModel, "_encoded", lambda *given: in_another_order(encoded(*given)))
     words = (
         r"49\d of 500 raw rows get another probability from the exported model than from predict"
     )
     with pytest.raises(UserError, match=words):
         export(stock[0], tmp_path / "bad", check_raw=raw, progress=False)
     monkeypatch.undo()
-    # What encodes requests is checked, not the workflow that encodes frames.
-    monkeypatch.setattr(PreparedRows, "_ids_of", lambda _, __, texts: np.ones(len(texts), int))
-    with pytest.raises(UserError, match=r"\d+ of 1,000 raw rows get another probability"):
-        export(shop[0], tmp_path / "bad", check_raw=shop[1], progress=False)
+    # What encodes requests is checked, not the workflow; alone, joined, and without rare ids.
+    differ = r"\d+ of 1,000 raw rows get another probability"
+    for owner, name, wrong, options in (
+        (PreparedRows, "_ids_of", lambda _, __, texts: np.ones(len(texts), int), {}),
+        (served_model, "_join", lambda name, requests: join(name, requests[::-1]), {}),
+        (
+            RareIds,
+            "renumbered",
+            {name: np.ones(999, int) for name in shop[0].spec().ids},
+            {"drop_rare": 5},
+        ),
+    ):
+        monkeypatch.setattr(owner, name, wrong)
+        with pytest.raises(UserError, match=differ):
+            export(shop[0], tmp_path / "bad", check_raw=shop[1], progress=False, **options)
+        monkeypatch.undo()
     assert {path.name for path in tmp_path.iterdir()} == {"good", "shop"}
 
 
-def in_another_order(inputs):
-    """The network's inputs, rows reversed but for lists."""
+join = served_model._join
 
-    def reversed_inputs(operator, encoded):
-        one = {n: v if "__" in n else v[::-1].copy() for n, v in encoded.items()}
-        return inputs(operator, one)
 
-    return reversed_inputs
+def in_another_order(encoded):
+    """Encoded rows, reversed but for lists."""
+    return {n: v if "__" in n else v[::-1].copy() for n, v in encoded.items()}
 
 
 def rare_texts(data: Any, percent: float) -> tuple[dict[str, set[str]], int]:
@@ -458,7 +466,7 @@ def test_rare_rows_are_dropped_where_one_says_so(shop, tmp_path, capsys):
     rare, most = rare_texts(data, 5)
     assert all(rare[field] for field in ("user.id", "tags"))
     argv = ["export", str(run.path), "--out", str(tmp_path / "small"), "--drop-rare", "5"]
-    assert main([*argv, "--rare", "1,5", "--quiet"]) == 0
+    assert main([*argv, "--rare", "1,5", "--check-raw", str(path), "--quiet"]) == 0
     one, five, *_ = capsys.readouterr().out.splitlines()
     assert one.startswith("last 1 % of occurrences")
     assert f"(ids with a count of at most {most}):" in five
@@ -474,7 +482,7 @@ def test_rare_rows_are_dropped_where_one_says_so(shop, tmp_path, capsys):
         sum(file.stat().st_size for file in folder.rglob("variables.data-*"))
         for folder in (repository, small.path)
     ]
-    assert sizes[0] - sizes[1] == 16 * count
+    assert sizes[0] - sizes[1] == pytest.approx(16 * count, abs=50)  # names of layers differ
 
     frame = shop_frame(path)
     renamed = frame.assign(
@@ -498,7 +506,8 @@ def test_of_an_adopted_pipeline_rare_rows_are_dropped(stock, tmp_path):
     run, data, home = stock
     frame = pd.read_parquet(home / "raw-test/0.parquet")
     rare, most = rare_texts(data, 5)
-    small = export(run, tmp_path / "small", drop_rare=5, progress=False)
+    raw = home / "raw-test/0.parquet"
+    small = export(run, tmp_path / "small", drop_rare=5, check_raw=raw, progress=False)
     whole = export(run, tmp_path / "whole", progress=False)
     user = {int(text) for text in rare["user"]}
     assert frame["user"].isin(user).any()
@@ -558,12 +567,12 @@ def test_a_repository_that_was_changed_is_refused(shop, tmp_path):
     frame = shop_frame(shop[1]).head(3)
     shutil.copytree(shop[2], tmp_path / "repository")
     repository = Repository.open(tmp_path / "repository")
-    (tmp_path / "repository/executor_model/1/ensemble/more.py").write_text("")
-    with pytest.raises(UserError, match="must have no other files in executor_model/1/ensemble"):
+    (tmp_path / "repository/executor_model/1/workflow/more.py").write_text("")
+    with pytest.raises(UserError, match="must have no other files in executor_model/1/workflow"):
         repository.predict(frame)
     repository.predict(frame, trust=True)
-    (tmp_path / "repository/executor_model/1/ensemble/more.py").unlink()
-    pickled = tmp_path / "repository/executor_model/1/ensemble/ensemble.pkl"
+    (tmp_path / "repository/executor_model/1/workflow/more.py").unlink()
+    pickled = tmp_path / "repository/executor_model/1/workflow/workflow.pkl"
     pickled.write_bytes(pickled.read_bytes()[:-1] + b"!")
     with pytest.raises(UserError, match="whose content has changed"):
         repository.predict(frame)

@@ -29,12 +29,6 @@ from merlin_cowclip.workflows.errors import UserError
 @argument("run", type=PATH)
 @option("--out", type=PATH, metavar="REPOSITORY", help="folder to make")
 @option(
-    "--backend",
-    default="python",
-    metavar="python|tensorflow",
-    help="what runs the network; servers up to 25.02 have the TensorFlow backend",
-)
-@option(
     "--rare",
     type=PERCENTS,
     help="report table size and AUC without the rarest ids (P % of occurrences); needs no --out",
@@ -49,8 +43,7 @@ from merlin_cowclip.workflows.errors import UserError
     "--check-raw",
     many=True,
     metavar="RAW...",
-    help="raw rows, as for predict: score 10,000 with the exported model and compare with predict; "
-    "not with --drop-rare",
+    help="raw rows, as for predict: send 10,000 to the exported model and compare with predict",
 )
 @option("--data", type=PATH, help="the run's data, for --rare and --drop-rare, if it has moved")
 @checkpoint
@@ -68,8 +61,7 @@ def export(
 ) -> None:
     """Write a finished run as a Triton model repository.
 
-    For NVIDIA's server, with Merlin Systems: raw rows without the label in, click probabilities
-    out.
+    Raw rows without the label in, click probabilities out.
     """
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.folders import refuse_existing
@@ -77,8 +69,6 @@ def export(
 
     if out is None and (drop_rare is not None or not rare):
         raise UserError("export needs --out REPOSITORY, or only --rare P for a report")
-    if drop_rare is not None and check_raw:
-        raise UserError("--drop-rare changes probabilities, so --check-raw cannot compare them")
     if out is not None:
         refuse_existing(out)
     opened = Run.open(run, trust_workflow=options["trust_workflow"])
@@ -101,7 +91,6 @@ def export(
         f"{repository.path}: {len(record['columns'])} columns in, {record['output']} out, "
         f"{said_of(opened, both['which'])}"
     )
-    version = " --backend-config=tensorflow,version=2" * (record["backend"] == "tensorflow")
-    print(f"tritonserver{version} --model-repository={repository.path.resolve()}")
+    print(f"tritonserver --model-repository={repository.path.resolve()}")
     needed = ", ".join(f"{name} {version}" for name, version in record["packages"].items())
     print(f"The server's Python needs: {needed}")

@@ -87,14 +87,15 @@ class Vocabulary:
             ids = np.append(self.encode(texts.dictionary), np.int32(MISSING))
             return ids[texts.indices.fill_null(-1).to_numpy()]
         if len(self.hashes) or self.buckets > 1:
-            ids = self._encode_hashes(hash_of(texts.to_numpy(zero_copy_only=False)))
+            ids = self.encode_hashes(hash_of(texts.to_numpy(zero_copy_only=False)))
         else:
             ids = np.full(len(texts), UNKNOWN, np.int32)
         if texts.null_count:
             ids[texts.is_null().to_numpy(zero_copy_only=False)] = MISSING
         return ids
 
-    def _encode_hashes(self, hashes: np.ndarray) -> np.ndarray:
+    def encode_hashes(self, hashes: np.ndarray) -> np.ndarray:
+        """The ids, (n,) int32, of n texts by their hashes."""
         ids = (hashes % np.uint64(self.buckets)).astype(np.int32) + UNKNOWN
         if not len(self.hashes):
             return ids

@@ -1,32 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export a finished run as a Triton model repository, with Merlin Systems."""
+"""Export a finished run as a Triton model repository."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from pyarrow import types
 
 from merlin_cowclip.workflows import folders
-from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow, as_fitted, halves
-from merlin_cowclip.workflows.data.adopt.validate import element_type, is_list
+from merlin_cowclip.workflows.data.adopt.inference import halves
+from merlin_cowclip.workflows.data.adopt.validate import element_type
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.data.sources.base import is_text
+from merlin_cowclip.workflows.data.sources.base import RAW_TIME, is_text
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import progress_bar
-from merlin_cowclip.workflows.serving.rare_ids import drop, rare_ids
-from merlin_cowclip.workflows.serving.repository import ENTRY, FORMAT, RECORD, Repository, scored
+from merlin_cowclip.workflows.serving import repository, served_model
+from merlin_cowclip.workflows.serving.network import save_network
+from merlin_cowclip.workflows.serving.rare_ids import RareIds, drop, rare_ids
+from merlin_cowclip.workflows.serving.repository import Repository
+from merlin_cowclip.workflows.training.evaluation import Predictor
+from merlin_cowclip.workflows.training.raw_inputs import open_raw_inputs
+from merlin_cowclip.workflows.training.rows import features_of
 from merlin_cowclip.workflows.training.runs import Run
 
 CHECKED_ROWS = 10_000  # of --check-raw
-BACKENDS = ("python", "tensorflow")
-_FIT_ON = "Fit the workflow on columns of text, numbers or booleans, or lists of them"
+MAX_REQUESTS = 64  # that are joined
 _MODEL_PY = "from merlin_cowclip.workflows.serving.triton_model import TritonPythonModel\n"
 
 
@@ -35,7 +42,6 @@ def export(
     out: str | Path,
     *,
     which: str | None = None,
-    backend: str = "python",
     drop_rare: float | None = None,
     data: PreparedData | None = None,
     check_raw: str | Path | Sequence[str | Path] | None = None,
@@ -48,27 +54,20 @@ def export(
       run: the finished run.
       out: the folder to make; must not exist.
       which: of the run's models, "last" or "best"; by default as of `Run.model`.
-      backend: what runs the network: "python", beside the workflow; or "tensorflow", Triton's
-        TensorFlow backend, which servers up to 25.02 have.
       drop_rare: leave out the embedding rows of the rarest ids, which together have this percentage
         of all occurrences in the training split; `rare_costs` measures the effect.
       data: for `drop_rare`, the run's data, if it has moved.
-      check_raw: raw rows, as `predict` reads them. The repository scores the first 10,000 in small
-        requests, without rows with missing integers, and must give `predict`'s probabilities.
-      trust_workflow: load the workflow, which runs its code, even if the run's manifest does not
-        confirm it.
+      check_raw: raw rows, as `predict` reads them. The first 10,000, sent as a server gets them,
+        alone and joined, must get `predict`'s probabilities; with `drop_rare`, those of rows whose
+        rare ids are unknown. Rows with missing integers are left out.
+      trust_workflow: load the workflow even if the run's manifest does not confirm it.
       progress: show a progress bar on stderr.
 
     Raises:
-      UserError: `out` exists or cannot be made, the extra is not installed, the run has no such
-        model, the workflow cannot be loaded or cannot encode rows one by one, Triton has no type
-        for a raw column, or `check_raw` differs.
+      UserError: `out` exists, the run has no such model, the workflow cannot be loaded or cannot
+        encode rows one by one, Triton has no type for a raw column, or `check_raw` differs.
     """
     out, rare = Path(out), None
-    if backend not in BACKENDS:
-        raise UserError(f"backend must be one of {', '.join(BACKENDS)}. Received: {backend!r}")
-    if check_raw is not None and drop_rare is not None:
-        raise UserError("check_raw cannot be used with drop_rare, which changes probabilities")
     folders.refuse_pattern(out, "repository")
     folders.refuse_existing(out)
     if drop_rare is not None:
@@ -76,126 +75,131 @@ def export(
         run.check_vocabulary(data)
         rare = rare_ids(data, drop_rare)
     with progress_bar("export", 3, " steps", show=progress) as bar:
-        from merlin_cowclip.workflows.serving import merlin_systems as systems
-        from merlin_cowclip.workflows.serving.network import PROBABILITY, Network
-        from merlin_cowclip.workflows.serving.workflow_operator import WorkflowOperator
-
+        spec = run.spec()
         if run.is_adopted:
             inference = run.inference(trust=trust_workflow)
-            workflow, raw = inference.workflow, _request_schema(inference)
+            workflow = inference.workflow
+            kinds = {name: inference.types[name] for name in inference.required}
         else:
-            workflow = run.workflow(trust=trust_workflow).remove_inputs([run.spec().label])
-            raw = workflow.input_schema
+            workflow = run.workflow(trust=trust_workflow).remove_inputs([spec.label])
+            kinds = {
+                name: pa.float64() if of is float else None for name, of in spec.raw_columns.items()
+            }
+        inputs = _inputs(workflow, kinds)
         bar.update()
         model = run.model(which)
         if rare is not None:
             drop(model, rare)
-        network = Network(model, run.spec())
         bar.update()
-        encode = WorkflowOperator(run, workflow, raw, network.input_schema, rare)
-        ensemble = systems.Ensemble(raw.column_names >> encode >> network, raw)
-        runtime = systems.TritonExecutorRuntime()
-        if backend == "tensorflow":
-            runtime.op_table = {**runtime.op_table, Network: systems.PredictTensorflowTriton}
         with folders.all_or_nothing(out) as folder:
-            entry, models = ensemble.export(str(folder), runtime=runtime, name=ENTRY)
-            (folder / ENTRY / "1/model.py").write_text(_MODEL_PY, encoding="utf-8")
-            kind_of = systems.model_config.DataType.Name
+            version = folder / repository.VERSION
+            version.mkdir(parents=True)
+            (version.parent / "config.pbtxt").write_text(_config(inputs), encoding="utf-8")
+            (version / "model.py").write_text(_MODEL_PY, encoding="utf-8")
+            workflow.save(str(version / served_model.WORKFLOW), modules_byvalue=_own_modules())
+            save_network(model, spec, version / served_model.NETWORK)
+            rows = {} if rare is None else {f"_{f}": ids for f, ids in rare.renumbered.items()}
+            np.savez(version / served_model.ROWS, **rows)
             record = {
-                "format": FORMAT,
+                "format": repository.FORMAT,
                 "run": str(run.path.resolve()),
                 "model": which or run.result["checkpoint"],
-                "backend": backend,
                 "dropped": rare and {"percent": rare.percent, "most": rare.most},
-                "columns": list(raw.column_names),
-                "inputs": {one.name: str(kind_of(one.data_type)) for one in entry.input},
-                "output": PROBABILITY,
-                "models": [entry.name, *(model.name for model in models)],
-                "packages": folders.package_versions("merlin-systems", "tensorflow"),
+                "columns": [name for name in workflow.input_schema.column_names if name in kinds],
+                "inputs": inputs,
+                "output": "probability",
+                "is_adopted": run.is_adopted,
+                **{name: run.config[name] for name in ("spec", "cardinalities", "ranges")},
+                "packages": folders.package_versions("tensorflow"),
             }
-            folders.write_json(folder / RECORD, {**record, "manifest": manifest_of(folder)})
+            folders.write_json(
+                folder / repository.RECORD, {**record, "manifest": manifest_of(folder)}
+            )
             if check_raw is not None:
-                _check_raw(run, model, Repository.open(folder), check_raw, trust=trust_workflow)
+                complete = model if rare is None else run.model(which)
+                _check_raw(run, complete, rare, Repository.open(folder), check_raw, trust_workflow)
         bar.update()
     return Repository.open(out)
 
 
-def _request_schema(inference: InferenceWorkflow) -> Any:
-    """The schema of the raw columns of a request, or a UserError if Triton has no type for one."""
-    from merlin.schema import Schema
-
-    columns, without = [], []
-    for column in inference.workflow.input_schema:
-        if column.name in inference.required:
-            kind = element_type(inference.types[column.name])
-            if kind is None or is_text(kind):
-                columns.append(column.with_dtype("string"))
-            elif _is_number(kind):
-                columns.append(column.with_dtype(np.dtype(kind.to_pandas_dtype())))
-            else:
+def _inputs(workflow: Any, kinds: Mapping[str, pa.DataType | None]) -> dict[str, str]:
+    """The tensors of a request, and Triton's types of them; an unknown type of a column is text."""
+    names = {kind: name for name, kind in served_model.TYPES.items()}
+    inputs: dict[str, str] = {}
+    without = []
+    for column in workflow.input_schema:
+        if column.name in kinds:
+            kind = element_type(kinds[column.name])
+            known = names.get(served_model.TEXT if kind is None or is_text(kind) else kind)
+            if known is None:
                 without.append(f"{column.name!r} ({kind})")
+            elif column.is_list:
+                inputs |= {f"{column.name}__values": known, f"{column.name}__offsets": "TYPE_INT32"}
+            else:
+                inputs[column.name] = known
     if without:
-        raise UserError(f"Triton has no type for {', '.join(without)}. {_FIT_ON}")
-    return Schema(columns)
+        remedy = "Fit the workflow on columns of text, numbers or booleans, or lists of them"
+        raise UserError(f"Triton has no type for {', '.join(without)}. {remedy}")
+    return inputs
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    """Whether Triton has a type for it that is not text."""
-    return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+def _config(inputs: Mapping[str, str]) -> str:
+    """The `config.pbtxt` of a model that answers all waiting requests at once.
+
+    Without `max_batch_size`, Triton hands over one request at a time; without `allow_ragged_batch`,
+    only requests of one shape together. So the batch's dimension counts requests, not rows.
+    """
+    lines = ['backend: "python"', f"max_batch_size: {MAX_REQUESTS}", "dynamic_batching { }"]
+    for name, kind in inputs.items():
+        quoted = json.dumps(name, ensure_ascii=False)
+        shape = "dims: [-1] allow_ragged_batch: true"
+        lines.append(f"input {{ name: {quoted} data_type: {kind} {shape} }}")
+    lines.append('output { name: "probability" data_type: TYPE_FP32 dims: [-1] }')
+    return "\n".join([*lines, ""])
 
 
-def _check_raw(run: Run, model: Any, repository: Repository, inputs: Any, *, trust: bool) -> None:
+def _check_raw(
+    run: Run, model: Any, rare: RareIds | None, exported: Repository, inputs: Any, trust: bool
+) -> None:
     """Refuse a repository that answers other probabilities than `predict` writes."""
-    from merlin.table import TensorTable
-
-    from merlin_cowclip.workflows.training.evaluation import Predictor
-    from merlin_cowclip.workflows.training.prediction import probabilities_of
-    from merlin_cowclip.workflows.training.raw_inputs import open_raw_inputs
-
     given = [inputs] if isinstance(inputs, str | Path) else inputs
     incoming = open_raw_inputs(run, given, raw=run.is_adopted, trust_workflow=trust)
-    predictor, ensemble, checked = Predictor(model), repository.ensemble(), 0
-    kinds = run.inference(trust=trust).types if run.is_adopted else {}
+    predictor, served, spec, checked = Predictor(model), exported.load(), run.spec(), 0
     for batch, encoded in incoming.pieces(int):
-        expected = probabilities_of(predictor, encoded, run.spec())
-        columns = {name: batch.column(name) for name in repository.record["columns"]}
-        for name in kinds.keys() & columns.keys():
-            columns[name] = as_fitted(columns[name], kinds[name], f"column {name!r}")
-        rows = pa.table(columns)
+        batch, encoded = (rows.slice(0, CHECKED_ROWS - checked) for rows in (batch, encoded))
+        features = {name: array[0] for name, array in features_of(encoded, spec).items()}
+        if rare is not None:
+            features = rare.answered(features, spec)
+        expected = predictor.probabilities(features)
+        fields = {} if run.is_adopted else {spec.column_of(name): name for name in spec.fields}
+        fields |= {name: f"{RAW_TIME}{name}" for name in (spec.hour, spec.weekday) if name}
+        names = {name: fields.get(name, name) for name in exported.record["columns"]}
+        rows = pa.table({name: batch.column(field) for name, field in names.items()})
         # A request cannot contain missing integers and booleans.
-        whole = [c for c in rows.columns if types.is_integer(c.type) or types.is_boolean(c.type)]
+        whole = [c for c in rows.columns if pa.types.is_integer(c.type) or c.type == pa.bool_()]
         sent = np.flatnonzero(np.all([[True] * len(rows), *(c.is_valid() for c in whole)], axis=0))
-        answers = [
-            scored(ensemble, TensorTable(_request(rows.take(pa.array(sent[part])))))
-            for part in halves(len(sent))
-        ]
-        differs = np.abs(np.concatenate([[], *answers]) - expected[sent]) > 1e-5
-        if differs.any():
-            row = checked + int(sent[differs.argmax()]) + 1
-            raise UserError(
-                f"{int(differs.sum()):,} of {len(sent):,} raw rows get another probability from "
-                f"the exported model than from predict, first row {row:,} of {incoming.files[0]}. "
-                "Fit without operators that depend on other rows, on this process or on empty text"
-            )
+        parts = [rows.take(pa.array(sent[part])) for part in halves(len(sent))]
+        requests = [exported.request(part) for part in parts]
+        alone = [answer for request in requests for answer in served.answers([request])]
+        for answers in (alone, served.answers(requests)):
+            differs = np.abs(served_model.probabilities(answers) - expected[sent]) > 1e-5
+            if differs.any():
+                row = checked + int(sent[differs.argmax()]) + 1
+                raise UserError(
+                    f"{int(differs.sum()):,} of {len(sent):,} raw rows get another probability "
+                    f"from the exported model than from predict, first row {row:,} of "
+                    f"{incoming.files[0]}. Fit without operators that depend on other rows, on "
+                    "this process or on empty text"
+                )
         checked += len(encoded)
         if checked >= CHECKED_ROWS:
             return
 
 
-def _request(rows: pa.Table) -> dict[str, np.ndarray]:
-    """The tensors that a client sends for raw rows, by name."""
-    request = {}
-    for name, column in zip(rows.column_names, rows.columns, strict=True):
-        values = pa.concat_arrays(column.chunks)
-        if is_list(values.type):
-            lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy()
-            request[f"{name}__offsets"] = np.cumsum([0, *lengths], dtype=np.int32)
-            name, values = f"{name}__values", values.flatten()
-        if types.is_dictionary(values.type):
-            values = values.dictionary_decode()
-        if is_text(values.type) or types.is_null(values.type):
-            values = values.cast(pa.binary()).fill_null(b"")
-        elif not _is_number(values.type):
-            raise UserError(f"column {name!r} is {values.type}. {_FIT_ON}")
-        request[name] = values.to_numpy(zero_copy_only=False)
-    return request
+def _own_modules() -> list[ModuleType]:
+    """Loaded modules that no package installs: the user's operators and functions may be there."""
+    installed = re.compile(f"/(site|dist)-packages/|^{re.escape(sysconfig.get_path('stdlib'))}/")
+    others = re.compile("__main__$|merlin|nvtabular")
+    modules = [m for name, m in sys.modules.items() if getattr(m, "__name__", "") == name]
+    files = [(m, getattr(m, "__file__", None)) for m in modules if not others.match(m.__name__)]
+    return [module for module, file in files if file and not installed.search(file)]

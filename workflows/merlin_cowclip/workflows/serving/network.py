@@ -1,109 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model as an operator of an ensemble: a plain SavedModel, without Keras and our layers.
+"""The model as a plain SavedModel, without Keras, our layers and the optimizer's state.
 
-The SavedModel of `train` contains Keras layers and the optimizer's state, and takes int64 offsets
-of lists, where Merlin Systems declares int32 to Triton.
+All ids are one input, `ids` (fields, n) int64, and all numbers another, `numbers` (fields, n)
+float32: TensorFlow takes microseconds per tensor. List i is `values_i` and `offsets_i` (n + 1),
+int64. The output is `probability` (n,) float32.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merlin_cowclip.plugins._checks import argument_name
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.serving.merlin_systems import PredictTensorflow, tf
 
 with quiet_imports():
-    from merlin.schema import ColumnSchema, Schema
-    from merlin.table import TensorTable
+    import tensorflow as tf
 
 if TYPE_CHECKING:
     from merlin_cowclip.plugins._tensorflow import mm
 
-PROBABILITY = "probability"
-FOLDER = "network"  # of an ensemble, if Python runs the model
-_SIGNATURE = "serving_default"
+_KINDS: dict[str, Any] = {"ids": np.int64, "numbers": np.float32}
+_LISTS = ("values", "offsets")
 
 
-class Network(PredictTensorflow):
-    """Click probabilities of encoded rows.
+def _fields(spec: DatasetSpec) -> dict[str, tuple[str, ...]]:
+    """The fields of each matrix."""
+    matrices = {"ids": spec.categorical, "numbers": spec.continuous}
+    return {name: fields for name, fields in matrices.items() if fields}
 
-    Inputs for n rows, by `argument_name`: ids (n, int64), numbers (n, float32), and of a list
-    `name__values` (int64) and `name__offsets` (n + 1, int32). Output: `probability` (n, float32).
-    """
 
-    def __init__(self, model: mm.Model, spec: DatasetSpec) -> None:
-        super().__init__(None)
-        self._trained, self._spec = model, spec
-        self.path, self.model = None, self  # what Merlin saves for Triton's TensorFlow backend
-        kinds = dict.fromkeys(spec.ids, "int64") | dict.fromkeys(spec.continuous, "float32")
-        dims = {name: (None, None) if name in spec.lists else (None,) for name in kinds}
-        self.input_schema = Schema(
-            [ColumnSchema(argument_name(n), dtype=k, dims=dims[n]) for n, k in kinds.items()]
-        )
-        self.output_schema = Schema([ColumnSchema(PROBABILITY, dtype="float32", dims=(None,))])
+def network_inputs(spec: DatasetSpec, encoded: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The inputs for encoded rows: an array of each field, of a list two."""
+    inputs = {m: np.array([encoded[f] for f in fs], _KINDS[m]) for m, fs in _fields(spec).items()}
+    for i, name in enumerate(spec.lists):
+        inputs |= {f"{e}_{i}": np.asarray(encoded[f"{name}__{e}"], np.int64) for e in _LISTS}
+    return inputs
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: self.__dict__[k] for k in ("path", "input_schema", "output_schema")}
 
-    def save_artifacts(self, artifact_path: Any = None) -> None:
-        """Save the SavedModel in the ensemble's folder."""
-        self.save(Path(artifact_path) / FOLDER)
+def save_network(model: mm.Model, spec: DatasetSpec, path: Path) -> None:
+    """Write the SavedModel of a trained model."""
+    from merlin_cowclip.plugins._tensorflow import quiet_stack
 
-    def load_artifacts(self, artifact_path: Any = None) -> None:
-        """Load it again."""
-        if artifact_path:  # Merlin also calls this without one
-            self.load(Path(artifact_path) / FOLDER)
+    shapes = {m: ([len(fields), None], _KINDS[m]) for m, fields in _fields(spec).items()}
+    shapes |= {f"{e}_{i}": ([None], np.int64) for i in range(len(spec.lists)) for e in _LISTS}
+    specs = {name: tf.TensorSpec(*shape, name=name) for name, shape in shapes.items()}
 
-    def load(self, path: Path) -> None:
-        """Load a SavedModel, and run it once: TensorFlow optimizes a graph at its first run."""
-        self._saved = tf.saved_model.load(str(path))  # holds the variables
-        self._graph = self._saved.signatures[_SIGNATURE]
-        _, inputs = self._graph.structured_input_signature
-        sizes = {n: 0 if n.endswith("__values") else 1 + n.endswith("__offsets") for n in inputs}
-        one = {n: np.zeros(sizes[n], s.dtype.name) for n, s in inputs.items()}
-        self.transform(None, TensorTable(one))
+    @tf.function(input_signature=[specs], autograph=False)
+    def serve(inputs: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        features: dict[str, tf.Tensor] = {}
+        for matrix, fields in _fields(spec).items():
+            columns = tf.unstack(inputs[matrix][:, :, tf.newaxis], len(fields))
+            features |= dict(zip(fields, columns, strict=True))
+        for i, name in enumerate(spec.lists):
+            features |= {f"{name}__{e}": inputs[f"{e}_{i}"] for e in _LISTS}
+        outputs = model.predict_step(features)
+        return {"probability": tf.reshape(tf.cast(outputs, tf.float32), [-1])}
 
-    def transform(self, col_selector: Any, transformable: TensorTable) -> TensorTable:
-        """Probabilities of a table of inputs."""
-        inputs = {name: tf.constant(array) for name, array in transformable.to_dict().items()}
-        return TensorTable({PROBABILITY: self._graph(**inputs)[PROBABILITY].numpy()})
+    module = tf.Module()
+    with quiet_stack():
+        graph = serve.get_concrete_function()
+        # Not the model: Keras would trace each layer again and save its class.
+        module.weights = list(graph.graph.variables)
+        tf.saved_model.save(module, os.fspath(path), signatures={"serving_default": graph})
 
-    def save(self, path: str | os.PathLike[str], include_optimizer: bool = False) -> None:
-        """Write the SavedModel; Merlin Systems passes `include_optimizer`, as to Keras."""
-        from merlin_cowclip.plugins._tensorflow import quiet_stack
 
-        specs = {}
-        for column in self.input_schema:
-            parts = {"__values": column.dtype.name, "__offsets": "int32"}
-            for end, kind in (parts if column.is_list else {"": column.dtype.name}).items():
-                name = column.name + end
-                specs[name] = tf.TensorSpec([None], kind, name=name)
+def load_network(path: Path) -> Callable[[Mapping[str, np.ndarray]], np.ndarray]:
+    """A saved network as a function, run once: TensorFlow optimizes a graph at its first run."""
+    saved = tf.saved_model.load(os.fspath(path))
 
-        @tf.function(input_signature=[specs], autograph=False)
-        def serve(inputs: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-            return {PROBABILITY: self._predicted(inputs)}
+    def predict(inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+        tensors = {name: tf.constant(array) for name, array in inputs.items()}
+        return saved.signatures["serving_default"](**tensors)["probability"].numpy()
 
-        module = tf.Module()
-        with quiet_stack():
-            graph = serve.get_concrete_function()
-            # Not the model: Keras would trace each layer again and save its class.
-            module.weights = list(graph.graph.variables)
-            tf.saved_model.save(module, os.fspath(path), signatures={_SIGNATURE: graph})
-
-    def _predicted(self, inputs: Mapping[str, tf.Tensor]) -> tf.Tensor:
-        """As `Predictor` computes them."""
-        features = {}
-        for name in (*self._spec.categorical, *self._spec.continuous):
-            features[name] = inputs[argument_name(name)][:, tf.newaxis]
-        for name in self._spec.lists:
-            for end in ("__values", "__offsets"):
-                features[name + end] = tf.cast(inputs[argument_name(name) + end], tf.int64)
-        outputs = self._trained.predict_step(features)
-        return tf.reshape(tf.cast(outputs, tf.float32), [-1])
+    _, specs = saved.signatures["serving_default"].structured_input_signature
+    length = {"ids": 1, "numbers": 1, "values": 0, "offsets": 2}  # of a row with empty lists
+    shapes = {n: [*spec.shape[:-1], length[n.partition("_")[0]]] for n, spec in specs.items()}
+    predict({n: np.zeros(shapes[n], spec.dtype.as_numpy_dtype) for n, spec in specs.items()})
+    return predict

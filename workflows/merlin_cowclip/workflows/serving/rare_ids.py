@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drop the embedding rows of rare ids, and measure what that costs in AUC.
-
-Most embedding rows belong to ids that hardly occur. Dropped ids are answered as unknown ids, or by
-their hash bucket.
-"""
+"""Drop the embedding rows of rare ids, which are unknown or hashed then, and measure the cost."""
 
 from __future__ import annotations
 
@@ -14,12 +10,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from merlin_cowclip.models.ctr_block import embeddings_of
 from merlin_cowclip.workflows.data.counts import read_counts
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.vocabulary import UNKNOWN, Vocabulary
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.progress import progress_bar
+from merlin_cowclip.workflows.training import evaluation
+from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.runs import Run, inputs_of
+
+Inputs = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +36,13 @@ class RareIds:
     @property
     def renumbered(self) -> dict[str, np.ndarray]:
         """By field, for each id the row of the smaller table that answers it."""
-        return {
-            field: np.searchsorted(kept, self.answered_as[field]).astype(np.int32)
-            for field, kept in self.kept.items()
-        }
+        answers = self.answered_as
+        return {f: np.searchsorted(ids, answers[f]).astype("i4") for f, ids in self.kept.items()}
+
+    def answered(self, features: Inputs, spec: DatasetSpec) -> dict[str, np.ndarray]:
+        """A model's inputs with the ids that answer rare ones."""
+        keys = {f"{f}__values" if f in spec.lists else f: f for f in spec.ids}
+        return {**features, **{k: self.answered_as[f][features[k]] for k, f in keys.items()}}
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,6 @@ def rare_ids(data: PreparedData, percent: float) -> RareIds:
 
 def drop(model: Any, rare: RareIds) -> None:
     """Remove the rows of rare ids from a model; its ids are then those of `renumbered`."""
-    from merlin_cowclip.models.ctr_block import embeddings_of
-
     for layer in embeddings_of(model).values():
         layer.keep_ids({field: rare.kept[field] for field in layer.fields})
 
@@ -126,30 +129,18 @@ def rare_costs(
       progress: show a progress bar on stderr.
 
     Raises:
-      UserError: a bad percentage, the run has no such model, or the data has another vocabulary, no
-        validation part, or only one label in it.
+      UserError: a bad percentage, no such model, or other data, or without both labels to validate.
     """
-    from merlin_cowclip.models.ctr_block import embeddings_of
-    from merlin_cowclip.workflows.training.evaluation import (
-        EVALUATION_BATCH,
-        MetricAccumulator,
-        Predictor,
-    )
-    from merlin_cowclip.workflows.training.loader import Loader
-
     data = run.data() if data is None else data
     run.check_vocabulary(data)
     chosen = [rare_ids(data, percent) for percent in percents]
-    model, loader = run.model(which), Loader(data, "valid", batch_size=EVALUATION_BATCH)
-    predictor = Predictor(model)
-    keys = {f"{f}__values" if f in data.spec.lists else f: f for f in data.spec.ids}
-    found = [MetricAccumulator() for _ in (None, *chosen)]
+    model, loader = run.model(which), Loader(data, "valid", batch_size=evaluation.EVALUATION_BATCH)
+    predictor = evaluation.Predictor(model)
+    found = [evaluation.MetricAccumulator() for _ in (None, *chosen)]
     with progress_bar("rare ids", loader.rows, show=progress) as bar:
         for features, labels in loader.batches():
             for quality, rare in zip(found, (None, *chosen), strict=True):
-                given = dict(features)
-                if rare is not None:
-                    given |= {k: rare.answered_as[f][features[k]] for k, f in keys.items()}
+                given = features if rare is None else rare.answered(features, data.spec)
                 quality.add(labels.ravel(), predictor.probabilities(given))
             bar.update(len(labels))
     with_all, *without = (quality.quality().auc for quality in found)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Triton model repository that `export` wrote: open it, and run its ensemble without a server."""
+"""A Triton model repository that `export` wrote: open it, and run its model without a server."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,15 +10,20 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from merlin_cowclip.workflows.errors import UserError, quoted
+from merlin_cowclip.workflows import folders
+from merlin_cowclip.workflows.data.adopt.inference import as_fitted
+from merlin_cowclip.workflows.data.sources.base import ids_as_text
+from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 from merlin_cowclip.workflows.manifest import check_manifest
-from merlin_cowclip.workflows.quiet import quiet_operators
+from merlin_cowclip.workflows.serving import served_model
+from merlin_cowclip.workflows.serving.served_model import TEXT, ServedModel
 
-RECORD = "export.json"  # written last; Triton reads folders only
 ENTRY = "executor_model"  # the model that clients call
-ENSEMBLE = f"{ENTRY}/1/ensemble"
-FORMAT = 2
+RECORD, VERSION = f"{ENTRY}/export.json", f"{ENTRY}/1"
+FORMAT = 3
 _AGAIN = "Export the run again"
 
 
@@ -27,8 +31,7 @@ _AGAIN = "Export the run again"
 class Repository:
     """An exported run; open one with `Repository.open`.
 
-    `executor_model/` is the ensemble: the run's workflow and, with backend "python", the network;
-    with "tensorflow" the network is in `0_predicttensorflowtriton/`. `export.json` is `record`.
+    `executor_model/1/` has the workflow and the network, `executor_model/export.json` is `record`.
     """
 
     path: Path
@@ -36,76 +39,68 @@ class Repository:
 
     @classmethod
     def open(cls, path: str | Path) -> Repository:
-        """Open a folder that `export` wrote.
-
-        Raises:
-          UserError: it is none, is incomplete, or is of another version.
-        """
+        """Open a folder that `export` wrote; UserError for another folder, or an older version."""
         path = Path(path)
         try:
-            record = json.loads((path / RECORD).read_text(encoding="utf-8"))
+            record = folders.read_json(path / RECORD)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is not a model repository: {error!r}. {_AGAIN}") from None
-        if record.get("format") != FORMAT:
-            raise UserError(
-                f"{path / RECORD} has format {record.get('format')!r}; this version reads format "
-                f"{FORMAT}. {_AGAIN}"
-            )
+        if (found := record.get("format")) != FORMAT:
+            raise UserError(f"{path} has format {found!r}, not {FORMAT}, of this version. {_AGAIN}")
         return cls(path, record)
 
-    def ensemble(self, *, trust: bool = False) -> Any:
-        """The `merlin.systems` ensemble, to transform frames of raw rows in this process.
+    def load(self, *, trust: bool = False) -> ServedModel:
+        """The model as a server runs it. Loading runs code from the folder (cloudpickle).
 
-        Loading runs code from the folder (cloudpickle) and the network's graph.
-
-        Args:
-          trust: load it even if the manifest does not confirm every file.
-
-        Raises:
-          UserError: the manifest does not confirm a file, or the extra is not installed.
+        Raises UserError if the manifest does not confirm every file, unless `trust`.
         """
         if not trust:
-            remedy = f"{_AGAIN}, or, if you trust its code: ensemble(trust=True)"
+            remedy = f"{_AGAIN}, or, if you trust its code: load(trust=True)"
+            whole = [f"{VERSION}/{folder}" for folder in served_model.FOLDERS]  # others have caches
             manifest = self.record["manifest"]
-            check_manifest(self.path, manifest, "a model repository", remedy, [ENSEMBLE])
-        from merlin_cowclip.workflows.data.adopt.graph import nodes
-        from merlin_cowclip.workflows.serving import merlin_systems as systems
+            check_manifest(self.path, manifest, "a model repository", remedy, whole)
+        return ServedModel(self.path / VERSION)
 
-        folder = str(self.path / ENSEMBLE)
-        ensemble = systems.Ensemble.load(folder)
-        for node in nodes(ensemble.graph.output_node):
-            if isinstance(node.op, systems.PredictTensorflowTriton):  # which would ask a server
-                model = self.path / node.op.tf_model_name / "1/model.savedmodel"
-                node.op = node.op.op
-                node.op.load(model)
-            else:
-                node.op.load_artifacts(folder)
-        return ensemble
+    def request(self, rows: pd.DataFrame | pa.Table) -> dict[str, np.ndarray]:
+        """The tensors that a client sends for n raw rows, by name, (1, n) each.
 
-    def predict(self, frame: pd.DataFrame, *, trust: bool = False) -> np.ndarray:
-        """Probabilities of raw rows, n float32, as a server returns them.
-
-        Each call loads the repository.
-
-        Args:
-          frame: the columns of the record's `inputs`, in any order; others are ignored.
-          trust: see `ensemble`.
-
-        Raises:
-          UserError: a column is missing or occurs twice, a row is refused, or as `ensemble`.
+        A list is `name__values` (1, m) and `name__offsets` (1, n + 1). Text is bytes. Raises
+        UserError if a column of the record is missing, occurs twice, or is of another type.
         """
-        found = list(frame.columns)
-        if bad := [name for name in self.record["columns"] if found.count(name) != 1]:
+        names = rows.column_names if isinstance(rows, pa.Table) else list(rows.columns)
+        if bad := [name for name in self.record["columns"] if names.count(name) != 1]:
             raise UserError(
                 f"rows must have each of the columns {quoted(bad)} once. Add or rename columns"
             )
-        return scored(self.ensemble(trust=trust), frame)
+        parts = [self._tensors(name, rows[name]) for name in self.record["columns"]]
+        return {name: array[np.newaxis] for part in parts for name, array in part.items()}
 
+    def _tensors(self, name: str, given: pd.Series | pa.ChunkedArray) -> dict[str, np.ndarray]:
+        inputs, where = self.record["inputs"], f"column {name!r}"
+        is_list = name not in inputs
+        key = f"{name}__values" if is_list else name
+        kind: Any = served_model.TYPES[inputs[key]]
+        if isinstance(given, pd.Series) and kind == TEXT and not self.record["is_adopted"]:
+            try:
+                given = ids_as_text(pa.array(given, from_pandas=True), is_list)
+            except (pa.ArrowException, ValueError) as error:
+                raise UserError(f"{where}: {clipped(str(error))}. Give text") from None
+        column = as_fitted(given, pa.list_(kind) if is_list else kind, where)
+        tensors = {}
+        if is_list:
+            lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+            tensors[f"{name}__offsets"] = np.cumsum([0, *lengths], dtype=np.int32)
+            column = column.flatten()
+        if kind == TEXT:
+            column = column.fill_null(b"")
+        elif column.null_count and not pa.types.is_floating(kind):
+            raise UserError(f"{where} has a missing value, which {kind} cannot be. Fill it")
+        return {key: column.to_numpy(zero_copy_only=False), **tensors}
 
-def scored(ensemble: Any, rows: Any) -> np.ndarray:
-    """Probabilities of an ensemble in this process, n float32, of a frame or a `TensorTable`."""
-    from merlin_cowclip.workflows.serving.merlin_systems import Runtime
+    def predict(self, frame: pd.DataFrame, *, trust: bool = False) -> np.ndarray:
+        """Probabilities of raw rows, n float32, as a server answers their `request`.
 
-    with quiet_operators():
-        out = ensemble.transform(rows, runtime=Runtime())
-    return np.asarray(out[out.columns[0]].values, np.float32)
+        Each call loads the repository. Raises UserError as `request` and `load`, or for a bad row.
+        """
+        request = self.request(frame)
+        return served_model.probabilities(self.load(trust=trust).answers([request]))

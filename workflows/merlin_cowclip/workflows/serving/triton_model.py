@@ -1,36 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Triton server runs of a repository in Python: Merlin Systems' model, with our errors.
-
-Only a server can import this: `triton_python_backend_utils` belongs to it.
-"""
+"""The entry point of a repository's model; only in Triton's Python backend can it be imported."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
-from merlin.systems.dag.runtimes.triton import TritonExecutorRuntime
-from merlin.systems.triton.conversions import (
-    tensor_table_to_triton_response,
-    triton_request_to_tensor_table,
-)
-from merlin.systems.triton.models.executor_model import TritonPythonModel as ExecutorModel
 
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.serving.served_model import ServedModel
 
 
-class TritonPythonModel(ExecutorModel):
+class TritonPythonModel:
     """Triton looks for this name."""
 
-    def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer each request; with one sentence, not a traceback, if its rows are refused."""
-        return [self._answer(request) for request in requests]
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the model; Triton waits for it."""
+        self._model = ServedModel(Path(args["model_repository"]) / args["model_version"])
 
-    def _answer(self, request: Any) -> Any:
-        try:
-            rows = triton_request_to_tensor_table(request, self.ensemble.input_schema)
-            outputs = self.ensemble.transform(rows, runtime=TritonExecutorRuntime())
-            return tensor_table_to_triton_response(outputs, self.ensemble.output_schema)
-        except Exception as error:  # the server must survive any row
-            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            return pb_utils.InferenceResponse([], pb_utils.TritonError(f"{kind}{error}"))
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Answer the requests of a dynamic batch, each with probabilities or one sentence."""
+        return [_response(answer) for answer in self._model.answers(requests, _tensors)]
+
+
+def _tensors(request: Any) -> dict[str, np.ndarray]:  # faster than get_input_tensor_by_name
+    return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+
+
+def _response(answer: np.ndarray | Exception) -> Any:
+    if not isinstance(answer, Exception):
+        return pb_utils.InferenceResponse([pb_utils.Tensor("probability", answer)])
+    kind = "" if isinstance(answer, UserError) else f"{type(answer).__name__}: "
+    return pb_utils.InferenceResponse([], pb_utils.TritonError(f"{kind}{answer}"))

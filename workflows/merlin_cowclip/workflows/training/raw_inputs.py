@@ -114,7 +114,7 @@ def _log(spec: DatasetSpec, path: Input, root: Input | None) -> Source:
     """A log in the run's format, or in parquet, which is known by its first bytes."""
     if is_parquet(path):
         spec = dataclasses.replace(spec, format="parquet", header=True, columns=None)
-    return READERS[spec.format](spec, path, root=root)
+    return READERS[spec.format](spec, path, root=root, raw_times=True)
 
 
 def _all_labelled(spec: DatasetSpec, labelled: Mapping[Input, bool]) -> bool:

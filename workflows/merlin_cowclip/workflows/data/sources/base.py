@@ -25,6 +25,7 @@ from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 
 ID_TYPE = pa.dictionary(pa.int32(), pa.string())
 TIME = "\0time"  # the batch column of the split's times
+RAW_TIME = "\0raw "  # how those begin that have the text of a column of times
 UTC = pa.timestamp("us", "UTC")
 _ISO_8601 = r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d([.,]\d+)?)?(Z|[+-]\d\d(:?\d\d)?)?)?"
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -56,6 +57,7 @@ class Source(abc.ABC):
     path: Input
     labelled: bool = True  # whether to read the label
     root: Input | None = None  # names of folders below it may give columns (``day=1/log.csv``)
+    raw_times: bool = False  # whether to give columns of times as text, too
 
     @functools.cached_property
     def size(self) -> int:
@@ -73,6 +75,8 @@ class Source(abc.ABC):
         spec = self.spec
         names = [*([spec.label] if self.labelled else []), *spec.fields]
         times = {TIME: spec.split.column} if spec.split.column else {}
+        for name in (spec.hour, spec.weekday) if self.raw_times else ():
+            times |= {f"{RAW_TIME}{name}": name} if name else {}
         return {name: spec.column_of(name) for name in names} | times
 
     @property
@@ -165,6 +169,8 @@ class Source(abc.ABC):
                     columns[field] = self._labels(column, fail)
                 elif field in spec.continuous:
                     columns[field] = self._numbers(column, name, fail, replaced)
+                elif field.startswith(RAW_TIME):
+                    columns[field] = column.cast(pa.string())
                 elif field == TIME:
                     columns[field] = self._times(column, name, fail)
                 elif field in TIME_FIELDS and getattr(spec, field):
