@@ -337,15 +337,6 @@ def prepared(name: str, home: Path, *options: Any) -> Arrays:
     return _parts(data) | _about(data) | dict(_numbers(data.report))
 
 
-def top_ids(home: Path) -> Arrays:
-    """`frequencies --top-k`."""
-    command(
-        "frequencies", prepare_shop(home, "csv", *WITH_TEST), "--top-k", 3, "--out", home / "top"
-    )
-    top = opened(home / "top")
-    return _parts(top) | _about(top)
-
-
 def synthetic(home: Path) -> Arrays:
     """`write_synthetic`: every byte, and the truth."""
     from merlin_cowclip.workflows import write_synthetic
@@ -511,7 +502,7 @@ CASES: dict[str, Callable[[Path], Arrays]] = {
 }
 CASES |= {f"train-{update}": functools.partial(trained, update) for update in UPDATES}
 CASES |= {"adopt": adopted, "adopt-run": adopted_run}
-CASES |= {"top-ids": top_ids, "synthetic": synthetic}
+CASES |= {"synthetic": synthetic}
 
 
 # Recorded and compared ---------------------------------------------------------------------------

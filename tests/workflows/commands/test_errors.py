@@ -18,7 +18,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
@@ -27,7 +26,7 @@ from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.tuned import FORMAT_VERSION
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.runs import Run, columns_of, identity_of, inputs_of
+from merlin_cowclip.workflows.training.runs import columns_of, identity_of
 from tests.refused import TOY, command, refused, toy_log
 
 
@@ -71,8 +70,6 @@ REFUSED = {
     "frequencies DATA --batch-sizes 9007199254740993": "from 1 to 9007199254740992",
     "frequencies DATA --fields price": "'user', 'item' … 'price'",
     "frequencies DATA --out EMPTY": "must not exist … EMPTY",
-    "frequencies DATA --top-k 2": "--top-k needs --out",
-    "frequencies DATA --top-k 2 --out OUT --fields user": "--top-k excludes --fields",
     # train: the network, the batches, the end
     f"{TRAIN} --model ffm": "model must be one of lr, fm … 'ffm'",
     f"{TRAIN} --combiner genres=sum,genres=mean": "with each field once … 'genres=sum,genres=mean'",
@@ -132,7 +129,6 @@ REFUSED = {
             "adopt LOG --workflow EMPTY --label y --out s3://b/out",
             "demo --out s3://b/out",
             "frequencies DATA --out s3://b/out",
-            "frequencies DATA --top-k 2 --out s3://b/out",
             "train DATA --batch-size 64 --out s3://b/out",
             "tune DATA --quiet --batch-size 64 --out s3://b/out",
             "sweep DATA GRID --out s3://b/out",
@@ -185,7 +181,6 @@ def test_tensorflow_is_not_imported_to_refuse(toy_data, tmp_path):
         "predict GONE LOG --out OUT",
         "export GONE --out OUT",
         "prepare criteo nowhere --out OUT",
-        "frequencies DATA --top-k 2",
         "train DATA --out OUT --epochs 0",
         "train DATA --out DATA",
         "tune DATA --out OUT",
@@ -383,23 +378,6 @@ def test_data_that_means_something_else(toy_run, tmp_path, change, spec, words):
     data = prepare(replace(TOY, **spec), [tmp_path / "l.csv"], tmp_path / "d", progress=False)
     words = f"the data must have the … ids of the run … {words} … prepare LOG --vocabulary-from"
     check(["evaluate", toy_run, data.path], words, tmp_path)
-
-
-def test_a_missing_id_is_the_same_one(tmp_path):
-    """By a threshold or as the k most frequent, the same ids are kept: a missing one is 1, or 2."""
-    ids = ["a"] * 50 + ["b"] * 40 + ["c"] * 30 + [""] * 20 + [f"d{i}" for i in range(10)]
-    log = pd.DataFrame({"y": [0, 1] * 75, "user": [ids[i * 7 % 150] for i in range(150)]})
-    log.to_csv(tmp_path / "log.csv", index=False)
-    spec, files = DatasetSpec("missing", "y", ("user",)), [tmp_path / "log.csv"]
-    rare = prepare(replace(spec, freq_threshold=15), files, tmp_path / "rare", progress=False)
-    plain = prepare(spec, files, tmp_path / "plain", progress=False)
-    top = keep_top_ids(plain, 3, tmp_path / "top", progress=False)
-    assert rare.cardinalities == top.cardinalities == {"user": 6}
-    config = {"data": str(rare.path), "cardinalities": rare.cardinalities, **inputs_of(rare)}
-    run = Run(rare.path, {"config": config})  # for the workflow in it
-    run.check_vocabulary(rare)
-    with pytest.raises(UserError, match=r"special_ids of 'user': .*'missing': 2"):
-        run.check_vocabulary(top)
 
 
 # Raw rows to score

@@ -23,6 +23,7 @@ from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.adopt.adopt import adopt
 from merlin_cowclip.workflows.data.adopt.graph import load_saved
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
+from merlin_cowclip.workflows.data.encoder import Encoder
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
@@ -31,9 +32,13 @@ from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving import served_model
 from merlin_cowclip.workflows.serving.export import _inputs, _own_modules
 from merlin_cowclip.workflows.serving.rare_ids import RareIds, rare_ids
+from merlin_cowclip.workflows.training.evaluation import predict
+from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 from tests.saves import quick_saves
+from tests.workflows.data.test_fields import SPEC as FIELDS
+from tests.workflows.data.test_fields import make_log
 from tests.workflows.training.test_prediction import (
     CONFIG,
     SHOP,
@@ -155,7 +160,8 @@ def test_a_request_is_encoded_as_by_the_workflow(name, tmp_path):
         n: a[0] if a.dtype != object else np.array([t.encode() for t in a[0]], object)
         for n, a in arrays.items()
     }
-    found = PreparedRows(data.workflow(), data.spec).encode(arrays)
+    encoder = Encoder.open(data.path, data.spec, data.record["ranges"])
+    found = PreparedRows(data.spec, encoder).encode(arrays)
     expected = data.workflow().transform(frame)
     for field in (*SHOP.categorical, *SHOP.continuous):
         np.testing.assert_array_equal(found[field], expected[field].to_numpy(), field)
@@ -277,6 +283,35 @@ def test_the_best_epoch(shop, tmp_path):
 def of_stock(stock, tmp_path_factory) -> Repository:
     """The adopted pipeline, exported."""
     return export(stock[0], tmp_path_factory.mktemp("stock") / "repository", progress=False)
+
+
+def test_fields_of_every_kind(tmp_path):
+    """Shared, hashed, scaled and made of times, with names that TensorFlow cannot save."""
+    log = make_log().rename(columns={"device": "the device", "when": "the time"})
+    log[:3_000].to_csv(tmp_path / "log.csv", index=False)
+    log[3_000:].to_csv(tmp_path / "test.csv", index=False)
+    spec = replace(
+        FIELDS,
+        categorical=("seller", "buyer", "the device"),
+        hash_only={"the device": 64},
+        hour="the time",
+        weekday="the time",
+        split=replace(FIELDS.split, test=(str(tmp_path / "test.csv"),), valid=0.1),
+    )
+    data = prepare(spec, [tmp_path / "log.csv"], tmp_path / "data", progress=False)
+    with quick_saves():
+        run = train(data, CONFIG, tmp_path / "run", progress=False)
+        repository = export(
+            run, tmp_path / "repository", check_raw=tmp_path / "test.csv", progress=False
+        )
+    assert {"the device", "the time"} <= {*repository.record["columns"]}
+    expected = predicted(run, tmp_path / "test.csv", tmp_path)
+    of_parts = predict(run.model(), Loader(data, "test", batch_size=512))[1]
+    np.testing.assert_allclose(expected, of_parts, atol=1e-6)
+    frame = pd.read_csv(tmp_path / "test.csv", keep_default_na=False, dtype={"the time": str})
+    for name in spec.continuous:
+        frame[name] = pd.to_numeric(frame[name])
+    np.testing.assert_allclose(repository.predict(frame), expected, atol=1e-6)
 
 
 def test_an_adopted_pipeline(stock, of_stock, tmp_path):

@@ -14,7 +14,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 
 from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.workflows import evaluate_logs, predict_logs
@@ -135,8 +134,6 @@ def make(name: str, home: Path) -> World:
         write_shop(log[TRAIN:], raw)
         spec = SPECS.get(name, SHOP)
         data = prepare(spec, [home / "log.csv"], home / "data", progress=False)
-        if name == "top ids":
-            data = keep_top_ids(data, 4, home / "top", progress=False)
     return World(
         train(data, CONFIG, home / "run", checkpointing=UNSAVED, progress=False), data, raw
     )
@@ -186,10 +183,7 @@ def scores(run: Run, inputs, out: Path, **options) -> pd.DataFrame:
     "name",
     [
         *("plain", "criteo"),
-        *(
-            pytest.param(n, marks=pytest.mark.extended)
-            for n in ("avazu", "rare", "hashed", "time", "top ids")
-        ),
+        *(pytest.param(n, marks=pytest.mark.extended) for n in ("avazu", "rare", "hashed", "time")),
     ],
 )
 def test_raw_rows_score_as_prepared_ones(worlds, name, tmp_path):
