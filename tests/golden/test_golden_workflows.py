@@ -33,7 +33,7 @@ def check(found, name):
         *("prepare-criteo", "prepare-avazu", "prepare-csv", "prepare-parquet", "synthetic"),
         *("adopt", "train-exact"),
         *(pytest.param(name, marks=extended) for name in ("train-lazy", "train-deferred")),
-        *(pytest.param(name, marks=extended) for name in ("top-ids", "adopt-run")),
+        *(pytest.param(name, marks=extended) for name in ["adopt-run"]),
     ],
 )
 def test_as_recorded(name, tmp_path):
@@ -43,11 +43,6 @@ def test_as_recorded(name, tmp_path):
 def test_every_case_is_compared():
     names = {*cases.CASES, "ranks-sharded"}
     assert {p.name for p in cases.HERE.glob("workflow-*")} == {f"workflow-{n}.npz" for n in names}
-
-
-@extended
-def test_workers_prepare_the_same(tmp_path):
-    check(cases.prepared("csv", tmp_path, "--workers", 2), "prepare-csv")
 
 
 @extended
