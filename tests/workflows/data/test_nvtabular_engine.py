@@ -393,4 +393,3 @@ def test_a_worker_dies_while_ids_are_counted(cluster, tmp_path, monkeypatch, cap
     workers = {task["worker"] for task in stream.data if task["key"].startswith("reading")}
     assert len(workers) == 2
     assert not [result for result in results if b"user-" in result]
-    assert sum(map(len, results)) < 50_000
