@@ -267,7 +267,12 @@ def _workflow(folder: Path) -> Any:
 
 def _chunks(source: Source, size: int) -> tuple[Source, list[Chunk]]:
     """Divide a source, which may have to be searched for quotes and line ends."""
-    return source, source.chunks(size)
+    try:
+        return source, source.chunks(size)
+    except FileNotFoundError:
+        raise UserError(
+            f"a Dask worker does not see {source.path}. Give a file that all workers see"
+        ) from None
 
 
 def _flat(column: pa.ChunkedArray) -> pa.ChunkedArray:
