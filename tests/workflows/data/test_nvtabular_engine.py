@@ -247,12 +247,20 @@ def test_bad_logs_are_refused_alike(tmp_path, change, says):
 
 def test_times_of_two_forms_in_two_files(tmp_path):
     for name, time in (("a", "2024-01-01"), ("b", "7")):
-        own_log().assign(day=[time, *own_log()["day"][1:]] if name == "a" else time).to_csv(
+        own_log().assign(day=["2024-01-02" * (name == "a") or "8", *[time] * 6049]).to_csv(
             tmp_path / name, index=False
         )
     for engine in ENGINES:
         with pytest.raises(UserError, match="column 'day' has numbers and dates"):
             prepare(OWN, [tmp_path / "a", tmp_path / "b"], tmp_path / "out", engine=engine)
+
+
+def test_input_that_a_worker_does_not_see(tmp_path, monkeypatch):
+    own_log().to_csv(tmp_path / "log", index=False)
+    monkeypatch.setattr(CsvSource, "chunks", lambda *_: (tmp_path / "x").stat())
+    with pytest.raises(UserError, match="a Dask worker does not see .*log. Give a file that all"):
+        prepare(OWN, [tmp_path / "log"], tmp_path / "out", engine="nvtabular", progress=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["log"]
 
 
 def test_arguments_are_checked(tmp_path):
@@ -393,4 +401,3 @@ def test_a_worker_dies_while_ids_are_counted(cluster, tmp_path, monkeypatch, cap
     workers = {task["worker"] for task in stream.data if task["key"].startswith("reading")}
     assert len(workers) == 2
     assert not [result for result in results if b"user-" in result]
-    assert sum(map(len, results)) < 50_000

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import multiprocessing
@@ -71,7 +72,11 @@ def connect(
             ) from None
         try:
             with client:
-                if options.get("processes", True) or scheduler:
+                has_processes = options.get("processes", True) and not scheduler
+                if has_processes:  # to which a terminal sends Ctrl-C, too
+                    ignoring = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+                    client.register_worker_callbacks(ignoring)
+                if has_processes or scheduler:
                     print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr, flush=True)
                 for worker, found in client.run(_describe, str(scratch)).items():
                     if found != (True, VERSION):
@@ -93,8 +98,6 @@ def connect(
 
 
 def _describe(folder: str) -> tuple[bool, str]:
-    if multiprocessing.parent_process():  # a terminal sends Ctrl-C to all processes of a command
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
     return os.path.isdir(folder), importlib.metadata.version("merlin-cowclip")
 
 

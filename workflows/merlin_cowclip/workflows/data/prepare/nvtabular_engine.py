@@ -158,7 +158,7 @@ class _Tasks:
 
     def read(
         self, number: int, part: str, source: Source, chunk: Chunk, cuts: np.ndarray
-    ) -> tuple[list[File], Told]:
+    ) -> tuple[list[File], pd.DataFrame]:
         """Read a chunk into files by part; ``cuts`` divide training rows."""
         files: list[File] = []
         told: Told = []
@@ -182,7 +182,7 @@ class _Tasks:
                         pq.write_table(pa.concat_tables(tables), partial, row_group_size=rows)
                     tables.clear()
         told += [{"part": "train", "column": c, "not_finite": n} for c, n in replaced.items()]
-        return files, told
+        return files, _summed(pd.DataFrame(told))
 
     def scores(self, batch: pa.RecordBatch) -> np.ndarray:
         """(n,) times of rows, or numbers in [0, 1) that depend on a row's values and the seed."""
@@ -302,7 +302,12 @@ def _workflow(folder: Path) -> Any:
 
 def _chunks(source: Source, size: int) -> tuple[Source, list[Chunk]]:
     """Divide a source, which may have to be searched for quotes and line ends."""
-    return source, source.chunks(size)
+    try:
+        return source, source.chunks(size)
+    except FileNotFoundError:
+        raise UserError(
+            f"a Dask worker does not see {source.path}. Give a file that all workers see"
+        ) from None
 
 
 def _flat(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -341,18 +346,25 @@ def _read_all(
     cuts = _cuts(tasks, run, [piece[1:] for piece in pieces if piece[0] == "train"])
     jobs = [(number, *piece, cuts) for number, piece in enumerate(pieces)]
     read = run("reading", tasks.read, jobs, [chunk.size for *_, chunk in pieces])
-    told = pd.DataFrame(itertools.chain(*(told for _, told in read)))
+    told = _summed(pd.concat([told for _, told in read]))
     if told.empty:
         raise UserError(f"{given[0][1].path} has no rows. Give a file with rows")
-    if told.loc[told["column"] == TIME, "dates"].nunique() > 1:
+    dates = {*told.loc[told["column"] == TIME, "dates"]}
+    if dates - {0.0} and dates - {1.0}:
         raise UserError(
             f"column {spec.split.column!r} has numbers and dates. Write its times in one form"
         )
-    how = dict.fromkeys(("occurrences", "missing", "distinct", "total", "not_finite"), "sum")
-    how |= {"min": "min", "max": "max", "dates": "max"}
-    found = told.reindex(columns=["part", "column", *how]).groupby(["part", "column"]).agg(how)
     every = pd.MultiIndex.from_product([PARTS, [spec.label, *spec.fields, TIME]])
-    return [file for files, _ in read for file in files], found.reindex(every, fill_value=0)
+    found = told.set_index(["part", "column"]).reindex(every, fill_value=0)
+    return [file for files, _ in read for file in files], found
+
+
+def _summed(told: pd.DataFrame) -> pd.DataFrame:
+    """What `_tally` tells of several batches, by part and column."""
+    how = dict.fromkeys(("occurrences", "missing", "distinct", "total", "not_finite"), "sum")
+    how |= {"min": "min", "max": "max", "dates": "mean"}
+    of = ["part", "column"]
+    return told.reindex(columns=[*of, *how]).groupby(of, as_index=False).agg(how)
 
 
 def _cuts(
