@@ -29,7 +29,7 @@ from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.serving import served_model
+from merlin_cowclip.workflows.serving import prepared_rows, served_model
 from merlin_cowclip.workflows.serving.export import _inputs, _own_modules
 from merlin_cowclip.workflows.serving.rare_ids import RareIds, rare_ids
 from merlin_cowclip.workflows.training.evaluation import predict
@@ -455,7 +455,7 @@ def test_raw_rows_are_checked(stock, shop, tmp_path, monkeypatch, capsys):
     # What encodes requests is checked, not the workflow; alone, joined, and without rare ids.
     differ = r"\d+ of 1,000 raw rows get another probability"
     for owner, name, wrong, options in (
-        (PreparedRows, "_ids_of", lambda _, __, texts: np.ones(len(texts), int), {}),
+        (prepared_rows, "hash_of", lambda texts: np.zeros(len(texts), np.uint64), {}),
         (served_model, "_join", lambda name, requests: join(name, requests[::-1]), {}),
         (
             RareIds,

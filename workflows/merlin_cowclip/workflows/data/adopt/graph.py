@@ -62,7 +62,8 @@ def load_saved(folder: str | Path) -> nvt.Workflow:
         for kind, (attribute, prefix) in _FILES.items():
             files = getattr(node.op, attribute) if isinstance(node.op, kind) else {}
             for storage in files:
-                path = folder / SAVED_FILES / f"{prefix}.{storage}.parquet"
+                name = getattr(node.op, "shared", {}).get(storage, storage)  # of `EncodeIds`
+                path = folder / SAVED_FILES / f"{prefix}.{name}.parquet"
                 files[storage] = str(path)
                 if not path.exists():
                     raise UserError(

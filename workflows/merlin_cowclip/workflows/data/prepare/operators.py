@@ -110,7 +110,7 @@ class EncodeIds(Categorify):
     def vocabulary(self, field: str) -> Vocabulary:
         """How a field's texts are encoded."""
         if field not in self._vocabularies:
-            path = self.categories[self.shared.get(field, field)]
+            path = self.categories[field]
             self._vocabularies[field] = Vocabulary.open(path, self.buckets(field))
         return self._vocabularies[field]
 
