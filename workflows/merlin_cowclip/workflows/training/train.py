@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.errors import FULL_DISK, NotFiniteError, UserError, clipped
 from merlin_cowclip.workflows.folders import (
     LOCK,
@@ -66,7 +65,6 @@ with quiet_imports():
 
 def check_trainable(data: PreparedData, config: TrainConfig, drop_last: bool = False) -> Loader:
     """Refuse data that a configuration cannot be trained on; returns the training part's loader."""
-    check_input_names(data.spec)
     if config.patience is not None:
         data.require("valid")
     ranks = rank_info()

@@ -51,6 +51,7 @@ def connect(
     import dask
     from distributed import Client, LocalCluster
     from distributed.scheduler import KilledWorker
+    from merlin.core.utils import set_dask_client
 
     kind: Any = LocalCluster
     if device == "gpu":
@@ -91,6 +92,7 @@ def connect(
                 "workers, or machines with more memory"
             ) from None
         finally:
+            set_dask_client("auto")  # Merlin would go on with ours, which is closed
             # A task that runs may still write into a folder that is about to be removed.
             if scheduler and sys.exc_info()[0]:
                 with contextlib.suppress(Exception), Client(scheduler, timeout=CONNECT) as other:
