@@ -301,7 +301,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda r: (r / "result.json").write_text("{"),
         "JSON as it was … Train again",
     ),
-    "to come": (result(lambda r: r.update(format=99)), "format 99 instead of 2 … Train again"),
+    "to come": (result(lambda r: r.update(format=99)), "format 99 instead of 3 … Train again"),
     "no value": (result(lambda r: r.pop("manifest")), "as it was … manifest … Train again"),
     "no graph": (lambda r: (r / GRAPH).unlink(), f"{KEPT} … {GRAPH} … gone"),
     "half its weights": (

@@ -331,7 +331,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a record cut": (lambda d: cut(d / RECORD), "not a whole … prepare.json … Prepare the data"),
     "to come": (
         edited(lambda r: r.update(format=99)),
-        "prepare.json has format 99 instead of 3 … this version",
+        "prepare.json has format 99 instead of 4 … this version",
     ),
 }
 

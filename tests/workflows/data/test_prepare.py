@@ -504,7 +504,7 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path, prepared):
     with pytest.raises(UserError, match="not a whole prepared folder"):
         PreparedData.open(tmp_path)
     (tmp_path / "prepare.json").write_text('{"format": 99}')
-    with pytest.raises(UserError, match=r"prepare.json has format 99 instead of 3"):
+    with pytest.raises(UserError, match=r"prepare.json has format 99 instead of 4"):
         PreparedData.open(tmp_path)
     with pytest.raises(UserError, match=r"field must be one of 'user', 'item', 'genres'"):
         prepared.counts("price")

@@ -22,7 +22,7 @@ from merlin_cowclip.workflows.quiet import quiet_imports
 if TYPE_CHECKING:
     import pandas as pd
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 RECORD = "prepare.json"  # written last: without it the folder is not whole
 PARTS = ("train", "valid", "test")
 HELD_OUT = PARTS[1:]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.training.checkpoint import Checkpoint
     from merlin_cowclip.workflows.training.configuration import CheckpointConfig
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 RESULT = "result.json"  # written last: without it the run did not finish
 FAILED = "failed.json"  # why the last training ended early: error, step, epoch, time
 CONFIG = "config.json"
