@@ -51,7 +51,6 @@ def connect(
     import dask
     from distributed import Client, LocalCluster
     from distributed.scheduler import KilledWorker
-    from merlin.core.utils import set_dask_client
 
     kind: Any = LocalCluster
     if device == "gpu":
@@ -63,10 +62,14 @@ def connect(
         dask.config.set(SETTINGS),
         contextlib.nullcontext(scheduler) if scheduler else kind(**options) as cluster,
     ):
+        client = None
         try:
-            client = Client(cluster, timeout=CONNECT)
+            # Not the default, with which Dask and Merlin would go on when it is closed.
+            client = Client(cluster, timeout=CONNECT, set_as_default=False)
             client.wait_for_workers(1, timeout=CONNECT)
         except (OSError, asyncio.TimeoutError, ValueError) as error:
+            if client is not None:
+                client.close()
             raise UserError(
                 f"no Dask workers at {cluster}: {error}. Start `dask scheduler` and `dask worker`, "
                 "and give the scheduler's address, as in tcp://10.0.0.1:8786"
@@ -92,7 +95,6 @@ def connect(
                 "workers, or machines with more memory"
             ) from None
         finally:
-            set_dask_client("auto")  # Merlin would go on with ours, which is closed
             # A task that runs may still write into a folder that is about to be removed.
             if scheduler and sys.exc_info()[0]:
                 with contextlib.suppress(Exception), Client(scheduler, timeout=CONNECT) as other:
