@@ -211,7 +211,7 @@ def test_help_and_refusals_do_not_import_tensorflow():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "merlin-cowclip prepare: error: data set must be one of" in done.stderr
-    assert "Usage: merlin-cowclip train DATA --out RUN [OPTIONS]" in done.stdout
+    assert "Usage: merlin-cowclip train DATA... --out RUN [OPTIONS]" in done.stdout
 
 
 @pytest.mark.extended

@@ -56,7 +56,7 @@ REFUSED = {
     # Arguments that do not parse
     "": "Missing command. See … merlin-cowclip --help",
     "train DATA": "train needs --out",
-    f"{TRAIN} more": "unexpected extra argument (more)",
+    f"{TRAIN} more": "no folder 'more'",
     f"{TRAIN} --epochs ten": "'--epochs': 'ten' is not a valid integer",
     f"{TRAIN} --mlp 400;400": "'--mlp': must be whole numbers … '400;400'",
     "evaluate": "Missing argument 'RUN'",

@@ -70,16 +70,6 @@ def test_options(tmp_path, options, words):
     check([*preparing(tmp_path), *options.split()], words, tmp_path)
 
 
-def test_names_that_train_refuses_are_refused_before_the_log_is_read(tmp_path):
-    spec = SPEC.replace('"user"', '"user_id:token"')
-    words = "TensorFlow can save … 'user_id:token' … Rename … For CSV, columns in the specification"
-    check(preparing(tmp_path, "no log", spec), words, tmp_path)
-    new = 'columns = ["y", "user", "price", "tags"]\n'  # in place of the header's
-    spec, log = SPEC.replace("split", f"{new}split"), HEAD.replace("user", "user_id:token") + ROWS
-    done = command(preparing(tmp_path, log, spec))
-    assert done.code == 0, done.err
-
-
 # Text
 
 

@@ -22,7 +22,7 @@ CONFIGS = [
     for seed in (1, 2, 3)
 ]
 AUCS = {"none": 0.74, "sqrt": 0.7601, "cowclip": 0.76}  # apart, and not
-RECORD = {"data": "/data", "data_sha256": "x" * 64}
+RECORD = {"data": ["/data"], "data_sha256": "x" * 64}
 
 
 def swept(out: Path, configs=CONFIGS, rows: int = 10**6) -> Path:

@@ -190,7 +190,7 @@ def test_parameters(run, log):
 def test_config(run, data):
     config = json.loads((run.path / "config.json").read_text())
     assert config == run.config == run.result["config"]
-    assert config["data"] == str(data.path)
+    assert config["data"] == [str(data.path)]
     assert config["dataset"] == "shop"
     assert config["rows"] == {"train": TRAIN, "valid": VALID, "test": TEST}
     wanted = {"model": "deepfm", "rule": "cowclip", "batch_size": 512, "epochs": 3, "seed": 7}

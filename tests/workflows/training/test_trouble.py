@@ -56,7 +56,7 @@ def test_what_cannot_go_on(run, reference, data, tmp_path, capsys):
 @pytest.mark.extended
 def test_moved_data(runs, run, data, reference):
     config = json.loads((run / "config.json").read_text())
-    config["data"] = "/gone"
+    config["data"] = ["/gone"]
     (run / "config.json").write_text(json.dumps(config))
     done = runs.command("train", data.path, "--resume", run, "--quiet")
     assert done.returncode == 0, done.stderr

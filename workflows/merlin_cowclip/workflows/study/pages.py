@@ -159,7 +159,7 @@ def _facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         gpus = ", ".join(machine.get("gpus", ())) or "none"
         cpu = f"{machine.get('processor') or machine['platform']}, {machine['cpus']} CPUs"
         for key, value in {
-            "data": f"{config['dataset']}, {config['data']}",
+            "data": f"{config['dataset']}, {' '.join(config['data'])}",
             "rows": ", ".join(f"{rows[part]:,} {TITLES[part]}" for part in PARTS),
             "embedding rows": f"{config['table_rows']:,} in {len(config['cardinalities'])} fields",
             "network": f"{config['model']}, MLP {config.get('mlp')}",

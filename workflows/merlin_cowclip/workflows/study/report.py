@@ -266,8 +266,8 @@ def _of_run(path: Path) -> Trained:
 
 
 def _data(record: Mapping[str, Any]) -> str:
-    """Of a run or sweep: the folder's name, and the beginning of what identifies its rows."""
-    return f"{Path(record['data']).name} {record['data_sha256'][:6]}"
+    """Of a run or sweep: the folders' names, and the beginning of what identifies the rows."""
+    return f"{' + '.join(Path(of).name for of in record['data'])} {record['data_sha256'][:6]}"
 
 
 def page_of(comparison: Comparison, command: str) -> Page:

@@ -143,11 +143,11 @@ def _write_record(out: Path, data: PreparedData, runs: Mapping[str, Any]) -> Non
         **columns_of(data),
         "cardinalities": data.cardinalities,
     }
-    whole = {**record, "data": str(data.path.resolve()), **runs}
+    whole = {**record, "data": data.folders, **runs}
     make_once(out, RECORD, whole, [RUNS])
     found = read_json(out / RECORD) if (out / RECORD).exists() else {}
     if {**found, **record} != found:
-        of = f"a sweep of {found['data']} as it was" if found else "neither"
+        of = f"a sweep of {' '.join(found['data'])} as it was" if found else "neither"
         raise UserError(
             f"the output folder must be new, or a sweep of {data.path}. {out} is {of}. Name "
             "another folder"

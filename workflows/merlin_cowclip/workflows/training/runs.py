@@ -149,8 +149,9 @@ def identity_of(data: PreparedData) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def open_data(paths: Sequence[str | Path], elsewhere: str) -> PreparedData:
+def open_data(given: str | Path | Sequence[str | Path], elsewhere: str) -> PreparedData:
     """The data of a run where they were; `elsewhere` is the command for another place."""
+    paths = [given] if isinstance(given, (str, Path)) else given
     for path in paths:
         if not os.path.isdir(path):
             raise UserError(

@@ -168,7 +168,7 @@ def resume(
     run: str | Path,
     *,
     epochs: int | None = None,
-    data: Sequence[str | Path] | None = None,
+    data: str | Path | Sequence[str | Path] | None = None,
     max_minutes: float | None = None,
     listeners: Sequence[Listener] = (),
     progress: bool = True,
@@ -206,7 +206,7 @@ def resume(
 
 
 def _reopened(
-    before: Mapping[str, Any], run: Path, moved: Sequence[str | Path] | None, epochs: int | None
+    before: Mapping[str, Any], run: Path, moved: Any, epochs: int | None
 ) -> tuple[TrainConfig, Loader, dict[str, Any]]:
     """What a run trains from now on, and its new `config.json`; `before` is its `config.json`."""
     was = config_in(before)
