@@ -49,17 +49,8 @@ _of_spec = functools.partial(option, group="Override the data set's specificatio
 )
 @option("--device", default="cpu", metavar="cpu|gpu", help="device of NVTabular")
 @option("--workers", type=int, default=0, metavar="N", help="Dask processes of NVTabular here")
-@option(
-    "--scheduler",
-    metavar="ADDRESS",
-    help="Dask cluster whose workers see LOG and DATA, as in tcp://10.0.0.1:8786",
-)
-@option(
-    "--vocabulary-from",
-    type=PATH,
-    metavar="RUN|DATA",
-    help="encode with the vocabulary and ranges of a run or prepared folder; name no data set",
-)
+@option("--scheduler", metavar="ADDRESS", help="running Dask cluster, tcp://10.0.0.1:8786")
+@option("--vocabulary-from", type=PATH, metavar="RUN|DATA", help="whose ids and ranges to take")
 @option("--grow", is_flag=True, help="give new ids embeddings behind those of --vocabulary-from")
 @_of_spec("--split", metavar="random|sequential|time", help="held-out rows: random, last or latest")
 @_of_spec(
@@ -69,12 +60,7 @@ _of_spec = functools.partial(option, group="Override the data set's specificatio
     help="validation part: share of the rows that are not test rows, or files; may be repeated",
     shown="0.1",
 )
-@_of_spec(
-    "--test",
-    multiple=True,
-    metavar="SHARE|LOG",
-    help="test part: share of the rows, or files; may be repeated",
-)
+@_of_spec("--test", multiple=True, metavar="SHARE|LOG", help="test part: share of rows, or files")
 @_of_spec("--time-column", metavar="COLUMN", help="times of --split time")
 @_of_spec(
     "--time-format",
@@ -96,9 +82,7 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
     like, run = None, values["vocabulary_from"]
     if run is not None:
         if dataset in SPECS or dataset.endswith(".toml"):
-            raise UserError(
-                f"--vocabulary-from takes the specification of the run. Leave {dataset} out"
-            )
+            raise UserError(f"--vocabulary-from has a specification. Leave {dataset} out")
         like, input = _encoding(run, values), (dataset, *input)
     elif not input:
         raise UserError("prepare needs LOG, files or folders, after criteo, avazu or SPEC.toml")
