@@ -1,5 +1,7 @@
 """Fields of every kind, by pandas and NumPy: in the parts, in the saved workflow, as raw rows."""
 
+import dataclasses
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -172,6 +174,21 @@ def test_a_vocabulary_grows(data, log, tmp_path):
 def test_refused(changes, message):
     with pytest.raises(UserError, match=message):
         DatasetSpec.from_dict({**SPEC.to_dict(), **changes})
+
+
+@pytest.mark.parametrize("layout", ["%Y-%m-%d", None])
+def test_times_that_cannot_be_read_are_not_missing_ones(tmp_path, log, data, layout):
+    """A missing time is; so also in raw rows."""
+    log = log.assign(when=log["when"].mask(log.index == 5, None))
+    log.to_csv(tmp_path / "log.csv", index=False)
+    spec = dataclasses.replace(SPEC, split=Split("sequential", 0.25, valid=0, time_format=layout))
+    with pytest.raises(UserError, match=r"log.csv, line \d+, column 'when': the time '.*' is not"):
+        prepare(spec, [tmp_path / "log.csv"], tmp_path / "out", progress=False)
+    right = prepare(SPEC, [tmp_path / "log.csv"], tmp_path / "right", progress=False)
+    assert right.report["fields"]["hour"]["missing"] == 1
+    rows = log[:3].assign(when="yesterday")
+    with pytest.raises(UserError, match="column 'when': the time 'yesterday' is not"):
+        data.workflow().remove_inputs(["rating"]).transform(rows)
 
 
 def test_negative_numbers_have_no_logarithm(tmp_path, log):

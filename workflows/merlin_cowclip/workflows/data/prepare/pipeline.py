@@ -238,7 +238,8 @@ def _prepare_here(
     for name in spec.continuous:
         fields[name]["not_finite"] = replaced[name]  # among the missing ones
     for name in spec.ids:
-        if fields[name]["distinct"] == 1 and not fields[name]["missing"]:
+        one = fields[name]["distinct"] == 1 and not fields[name]["missing"]
+        if one and spec.column_of(name) == name:  # a day has one weekday
             fields[name]["note"] = "all training rows have the same id: leave the column out"
     return {
         "rows": parts.rows,

@@ -174,6 +174,7 @@ class Source(abc.ABC):
                 elif field == TIME:
                     columns[field] = self._times(column, name, fail)
                 elif field in TIME_FIELDS and getattr(spec, field):
+                    self._times(column, name, fail, may_be_missing=True)
                     columns[field] = time_field(field, column, spec)
                 else:
                     columns[field] = self._ids(column, field, fail)
@@ -242,17 +243,17 @@ class Source(abc.ABC):
         texts = ids_as_text(column, is_list, self.spec.null_values)
         return texts if is_list else texts.dictionary_encode()
 
-    def _times(self, column: pa.Array, name: str, fail: Fail) -> pa.Array:
+    def _times(
+        self, column: pa.Array, name: str, fail: Fail, may_be_missing: bool = False
+    ) -> pa.Array:
         """Times as float64, if they are numbers, or as timestamps in UTC."""
-        layout = self.spec.split.time_format
         times = times_of(column, self.spec)
-        if times.null_count:
-            row = pc.index(times.is_null(), True).as_py()
-            found = column[row].as_py()
-            form = f"in time_format {layout!r}" if layout else "a number, a timestamp or ISO 8601"
-            what = f"the time {found!r} is not {form}. Set time_format in [split] (--time-format)"
+        unread = _unread(column, times, self.spec)
+        row = pc.index(unread if may_be_missing else times.is_null(), True).as_py()
+        if row >= 0:
             missing = "the time is missing. Correct the row"
-            fail(row, name, missing if found in ("", None) else f"{what}, or correct the row")
+            what = f"{_no_time(column[row].as_py(), self.spec)}, or correct the row"
+            fail(row, name, what if unread[row].as_py() else missing)
         return times
 
 
@@ -270,9 +271,28 @@ def times_of(column: pa.Array, spec: DatasetSpec) -> pa.Array:
     return pc.if_else(pc.is_finite(numbers), numbers, None)
 
 
+def _unread(column: pa.Array, times: pa.Array, spec: DatasetSpec) -> pa.Array:
+    """Whether a value that is not missing was not read as a time, n bool."""
+    missing = column.is_null()
+    if pa.types.is_dictionary(column.type) or is_text(column.type):
+        missing = with_nulls(column.cast(pa.string()), spec.null_values).is_null()
+    return pc.and_(times.is_null(), pc.invert(missing))
+
+
+def _no_time(found: Any, spec: DatasetSpec) -> str:
+    layout = spec.split.time_format
+    form = f"in time_format {layout!r}" if layout else "a number, a timestamp or ISO 8601"
+    return f"the time {found!r} is not {form}. Set time_format in [split] (--time-format)"
+
+
 def time_field(field: str, column: pa.Array, spec: DatasetSpec) -> pa.Array:
-    """The ids of the field ``hour`` or ``weekday`` of n times, null for what is no time."""
+    """The ids of the field ``hour`` or ``weekday`` of n times, null for missing ones.
+
+    Raises UserError for what is no time.
+    """
     times = times_of(column, spec)
+    if (row := pc.index(_unread(column, times, spec), True).as_py()) >= 0:
+        raise UserError(f"column {spec.column_of(field)!r}: {_no_time(column[row].as_py(), spec)}")
     if pa.types.is_floating(times.type):
         micros = pc.floor(pc.multiply(times, 1e6))
         times = micros.cast(pa.int64(), safe=False).cast(UTC)
