@@ -94,8 +94,8 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
     is_run = run is not None and (run / "config.json").exists()
     size = max((1 << (data.rows["train"] // MIN_STEPS).bit_length()) // 2, 1)
     how = f" --batch-size {size}" * (size < K)  # else the default has enough steps per epoch
-    if is_run:
-        how = f" --warm-start {shlex.quote(str(run))}"
+    if run is not None:
+        how = f" --warm-start {shlex.quote(str(run)) if is_run else 'RUN'}"
     print(f"Next: merlin-cowclip train {shlex.quote(str(data.path))}{how} --out run")
 
 
