@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from merlin_cowclip.workflows.data.prepare.column_store import ROW_GROUP_ROWS
 
 from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.prepare.shuffle import ROW_GROUP_ROWS
 from merlin_cowclip.workflows.data.prepared_data import RECORD, PreparedData, write_record
 from merlin_cowclip.workflows.data.spec import CRITEO
 from merlin_cowclip.workflows.data.synthetic import write_synthetic

@@ -128,6 +128,28 @@ def test_a_fault_in_a_later_chunk_is_named_by_its_line(tmp_path, path, quick, mo
     assert [p.name for p in tmp_path.iterdir()] == ["log.csv"]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": "8"}, "memory must be at least 256MB.*'8'"),
+        ({"memory": "much"}, "memory must be at least 256MB.*'much'"),
+        ({"scratch": "missing"}, "scratch must be a folder that can be written.*missing"),
+        ({"memory": "1GB", "engine": "nvtabular"}, "memory and scratch need engine 'duckdb'"),
+        ({"grow": True}, "grow needs a vocabulary"),
+    ],
+)
+def test_options_refused(quick, tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        quick(**options)
+    assert [p.name for p in tmp_path.iterdir()] == ["log.csv"]
+
+
+def test_scratch_is_left_empty(quick, tmp_path):
+    (tmp_path / "scratch").mkdir()
+    same(quick(out="one", scratch=tmp_path / "scratch"), quick(out="two", memory=1 << 28))
+    assert not list((tmp_path / "scratch").iterdir())
+
+
 # Rare ids
 
 

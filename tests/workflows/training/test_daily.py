@@ -86,6 +86,13 @@ def test_folders_in_another_order_or_of_other_ids_are_refused(days, tmp_path):
         PreparedData.open_all([days[0].path, other.path])
 
 
+def test_folders_adopted_from_other_workflows_are_refused(days):
+    """Their ids may be the same, and their numbers others."""
+    adopted = [dataclasses.replace(day, record={**day.record, "ranges": None}) for day in days]
+    assert days[1].differs_from(days[0]) is None
+    assert adopted[1].differs_from(adopted[0]) == "the workflow"
+
+
 def test_a_warm_start_keeps_what_known_ids_learned(days, run, tmp_path):
     """With learning rates of almost 0, the grown model predicts what the first one did."""
     config = dataclasses.replace(CONFIG, dense_lr=1e-12, embedding_lr=1e-12, l2=0.0, rule="none")

@@ -85,7 +85,7 @@ class PreparedData:
         last = folders[-1]
         if len(folders) == 1:
             return last
-        for other in folders:
+        for other in folders[:-1]:
             if found := last.differs_from(other):
                 raise UserError(
                     f"{other.path} and {last.path} differ in {found}. Prepare later logs with "
@@ -105,11 +105,16 @@ class PreparedData:
 
     def differs_from(self, earlier: PreparedData) -> str | None:
         """The first thing in which rows of an earlier folder mean something else, or None."""
-        for key in ("label", "fields", "null_values", "label_values", "label_above"):
+        keys = ("label", "fields", "vocabularies", "null_values", "label_values", "label_above")
+        for key in (*keys, "log1p", "standardize", "quantiles", "hour", "weekday"):
             if getattr(self.spec, key) != getattr(earlier.spec, key):
                 return key
         if self.record.get("ranges") != earlier.record.get("ranges"):
             return "the ranges of numbers"
+        if self.record.get("ranges") is None:  # adopted
+            file = f"{WORKFLOW}/workflow.pkl"
+            if self.record["manifest"][file] != earlier.record["manifest"][file]:
+                return "the workflow"
         for name in self.spec.ids:
             if self.spec.buckets_of(name) != earlier.spec.buckets_of(name):
                 return f"hash_buckets of {name!r}"

@@ -401,7 +401,7 @@ def with_saved_names(spec: DatasetSpec) -> DatasetSpec:
                 break
     if all(name == new for name, new in names.items()):
         return spec
-    changed: dict[str, Any] = {"label": names[spec.label], "shared": []}
+    changed: dict[str, Any] = {"label": names[spec.label]}
     for key in ("categorical", "continuous", "lists", "log1p", "standardize"):
         changed[key] = [names[name] for name in getattr(spec, key)]
     for key in ("freq_threshold", "hash_buckets", "hash_only", "quantiles"):
@@ -423,6 +423,6 @@ def check_input_names(spec: DatasetSpec) -> None:
         raise UserError(
             "a model's inputs and its label must have names that TensorFlow can save: of A-Z a-z "
             "0-9 _ . -, a letter or digit first, not a word of Python's, and different but for "
-            f"_ . - or capitals. Received: {quoted(refused)}. Rename them "
-            "in the workflow"
+            f"_ . - or capitals. Received: {quoted(refused)}. Rename them in the "
+            "workflow"
         )

@@ -176,9 +176,9 @@ def fit_numbers(
             train = column[scan.part_of[piece.start : piece.stop] == 0]
             raw.add(train[~np.isnan(train)])
             missing += np.count_nonzero(np.isnan(train))
-            filled.add(scale.filled(train))
+            filled.add(numbers := scale.filled(train))
             if scale.method == "quantiles" and not fixed:
-                found = np.unique(scale.filled(train), return_counts=True)
+                found = np.unique(numbers, return_counts=True)
                 writer.write_batch(pa.record_batch([*map(pa.array, found)], schema=_VALUES))
     if not raw.count:
         if not fixed:

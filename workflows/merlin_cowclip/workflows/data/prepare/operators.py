@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVTabular operators for raw rows: IDs to integers, numbers to [0, 1]. Imports NVTabular."""
+"""NVTabular operators for raw rows: `Vocabulary` and `Scale` in a workflow. Imports NVTabular."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EncodeIds(Categorify):
         lists: the fields of lists.
         shared: the name of its vocabulary, by field that shares another's.
         null_values: texts that mean a missing ID, in addition to the empty one.
-        options: ``freq_threshold``, ``num_buckets`` or ``max_size`` as in Categorify, by field.
+        options: ``freq_threshold`` or ``num_buckets`` as in Categorify, by field.
     """
 
     def __init__(

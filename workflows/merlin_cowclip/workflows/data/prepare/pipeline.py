@@ -69,9 +69,10 @@ def prepare(
 
     IDs become integers: 1 is a missing ID, 2 an unknown one (not in the training part, or rarer
     than the spec's threshold), 3 the most frequent ID. Numbers are scaled to [0, 1] by the range in
-    the training part and clipped; missing numbers count as 0. The split is exact, and training
-    rows are fully shuffled. Both depend on the rows and the seed only. ``record["boundaries"]`` has
-    the last training time, and the first of each held-out part, of a split by time.
+    the training part and clipped, or as the spec says; missing numbers count as 0. The split is
+    exact, and training rows are fully shuffled. Both depend on the rows and the seed only.
+    ``record["boundaries"]`` has the last training time, and the first of each held-out part, of a
+    split by time.
 
     Args:
         spec: the columns of the log.
@@ -83,13 +84,14 @@ def prepare(
         seed: of split and shuffle.
         progress: show progress bars on stderr.
         part_rows: maximum number of rows in an output file.
-        memory: bytes, or text like "8GB", that sorting and shuffling may take; by default half of
-            what the machine or container has. The program itself takes 0.3 GB, and each ID of the
-            largest field 40 bytes.
-        scratch: a folder for temporary files, of about the size of the log; by default in ``out``.
-        engine: "duckdb", the default, uses all cores of this machine. "nvtabular" runs on Dask, and
-            numbers IDs that occur equally often in another order.
-        workers: for "nvtabular": Dask processes of this machine; 0 for one per core, or per GPU.
+        memory: for "duckdb": bytes, or text like "8GB", that sorting and shuffling may take; by
+            default half of what the machine or container has. The program itself takes about
+            0.5 GB, and each ID of the largest field 40 bytes.
+        scratch: for "duckdb": a folder for temporary files, of about the size of the log; by
+            default in ``out``.
+        engine: "duckdb", the default, uses all cores of this machine. "nvtabular" runs on Dask,
+            and splits at random by a hash of a row's values.
+        workers: for "nvtabular": Dask processes of this machine; 0 for threads, or one per GPU.
             The calling script needs ``if __name__ == "__main__":``.
         scheduler: for "nvtabular": the address of a Dask scheduler that runs, in place of workers.
         device: for "nvtabular": "gpu" for dask-cuda's workers.
@@ -109,6 +111,10 @@ def prepare(
         raise UserError(
             "device 'gpu', workers and scheduler need engine 'nvtabular'. Leave the engine out"
         )
+    if engine != "duckdb" and (memory, scratch) != (None, None):
+        raise UserError("memory and scratch need engine 'duckdb'. Leave them out")
+    if scratch is not None and not os.access(scratch, os.W_OK | os.X_OK):
+        raise UserError(f"scratch must be a folder that can be written. Received: {scratch}")
     check_cluster(workers, device, scheduler)
     if engine != "duckdb" and like is not None:
         raise UserError("an earlier vocabulary needs engine 'duckdb'. Leave the engine out")
@@ -151,7 +157,7 @@ def prepare(
                     progress=progress,
                 )
         else:
-            with tempfile.TemporaryDirectory(".scratch", dir=scratch or folder) as home:
+            with tempfile.TemporaryDirectory(prefix=".scratch-", dir=scratch or folder) as home:
                 record |= _prepare_here(
                     spec, by_part, folder, Path(home), like, grow, seed, limit, part_rows, progress
                 )
