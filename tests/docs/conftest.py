@@ -94,6 +94,7 @@ def stand_ins(tmp_path_factory) -> Path:
         (home / name).write_bytes(gzip.compress(text))
     (home / "grid.toml").write_text(GRID)
     _existing_pipeline(home)
+    _daily_logs(home)
     with pytest.MonkeyPatch.context() as patch, quick_saves():
         patch.chdir(home)
         # With constant rates a finished run can go on.
@@ -121,3 +122,14 @@ def _existing_pipeline(home: Path) -> None:
     parts = ("train", "valid", "test")
     for folder in (*parts, *(f"parquet/{part}" for part in parts)):
         workflow.transform(log).to_parquet(str(home / folder))
+
+
+def _daily_logs(home: Path) -> None:
+    """The example of data.md's TOML block, and logs of it."""
+    toml = next(block.text for block in blocks(DOCS / "data.md") if block.language == "toml")
+    (home / "clicks.toml").write_text(toml, encoding="utf-8")
+    random = np.random.default_rng(0)
+    for name in ("day1.csv", "day2.csv", "day3.csv"):
+        log = {field: random.zipf(1.3, ROWS) % 60 for field in ("ad", "site", "interests")}
+        log |= {"price": random.normal(5, 2, ROWS), "clicked": random.choice(["no", "yes"], ROWS)}
+        pd.DataFrame(log).to_csv(home / name, index=False)
