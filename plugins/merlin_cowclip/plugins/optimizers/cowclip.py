@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from merlin_cowclip.plugins._checks import RefusesOptions
+from merlin_cowclip.plugins._checks import RefusesOptions, whole_number
 from merlin_cowclip.plugins._tensorflow import Tags, filter_empty_gradients, mm, tf
 from merlin_cowclip.plugins.distributed.horovod import ranks, refuse_replicas
 from merlin_cowclip.plugins.distributed.sharding import Shard
@@ -83,7 +83,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         **dict.fromkeys(("clip_ratio", "clip_floor", "clip_threshold"), _PER_PART),
     }
     settled: ClassVar[Collection[str]] = {
-        *("hyperparameters", "update_mode", "clip_tables", "default_optimizer"),
+        *("hyperparameters", "update_mode", "accumulate", "clip_tables", "default_optimizer"),
         *("dense_schedule", "embedding_schedule", "total_steps"),
     }
 
@@ -109,6 +109,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         hyperparameters: Hyperparameters | dict[str, Any],
         *,
         update: str = "exact",
+        accumulate: int = 1,
         steps_per_epoch: int | None = None,
         total_steps: int | None = None,
         clip_tables: Sequence[Any] | None = None,
@@ -157,6 +158,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         self.warm_up, self.decay_steps = warm_up, decay_steps  # lengths, where there are such
         self.hyperparameters = hp
         self.update_mode = update
+        self.accumulate = whole_number("accumulate", accumulate)
         self.clip_tables = clip_tables
         self.dense_schedule = dense_schedule
         self.embedding_schedule = embedding_schedule
@@ -184,6 +186,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         hyperparameters: Hyperparameters,
         *,
         update: str = "exact",
+        accumulate: int = 1,
         steps_per_epoch: int | None = None,
         total_steps: int | None = None,
         clip_tables: Sequence[Any] | None = None,
@@ -197,6 +200,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
           model: any Merlin model. Its tables, found by type, record their lookups from now on.
           hyperparameters: for the batch size that the model will be trained with.
           update: "exact", "lazy" or "deferred".
+          accumulate: micro-batches per step of `model.fit`, which computes their gradients one
+            after the other: the same update, with the activations of one in memory.
           steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate;
             without it, those of each `model.fit` that begins before or as the warm-up ends.
           total_steps: updates after which learning rates that decay are 0; without it, those so far
@@ -215,6 +220,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         optimizer = cls(
             hyperparameters,
             update=update,
+            accumulate=accumulate,
             steps_per_epoch=steps_per_epoch,
             total_steps=total_steps,
             clip_tables=clip_tables,
@@ -621,6 +627,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             "name": self.name,
             "hyperparameters": self.hyperparameters.to_dict(),
             "update": self.update_mode,
+            "accumulate": self.accumulate,
             "steps_per_epoch": self.steps_per_epoch,
             "total_steps": self.total_steps,
             "clip_tables": wanted

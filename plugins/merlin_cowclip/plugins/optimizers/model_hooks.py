@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on the model of an optimizer: nine methods that Keras calls, and what they do before.
+"""Hooks on the model of an optimizer: ten methods that Keras calls, and what they do before.
 
 Keras tells optimizers neither of fits nor of uses of weights. So methods of the model object are
 replaced: a copied model has them, too, and Keras saves nothing of them.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.embeddings.tables import check_whole
+from merlin_cowclip.plugins.optimizers.micro_batches import step_in_parts
 from merlin_cowclip.plugins.optimizers.rank_sync import with_rank_sync
 from merlin_cowclip.plugins.optimizers.state import unwrapped
 
@@ -114,6 +115,11 @@ def _make_train_function(
     return make(*force, **named)
 
 
+def _train_step(compiled: Any, bound: Any, model: Any, step: Any, data: Any) -> Any:
+    number = 1 if compiled is None else compiled.accumulate
+    return step(data) if number == 1 else step_in_parts(model, step, data, number)
+
+
 def _save(compiled: Any, bound: Any, model: Any, save: Any, *arguments: Any, **named: Any) -> Any:
     optimizer = compiled or bound
     if optimizer is None:
@@ -150,6 +156,7 @@ def _create_optimizer(compiled: Any, bound: Any, model: Any, create: Any, optimi
 _HOOKS: Mapping[str, Callable[..., Any]] = {
     "fit": _fit,
     "make_train_function": _make_train_function,
+    "train_step": _train_step,
     "save": _save,
     **{
         name: partial(_use_weights, name)
