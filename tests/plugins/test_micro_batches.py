@@ -36,7 +36,9 @@ def trained(build, schema, update, accumulate, *, eager=False, policy="float32")
         model = build(schema)
         optimizer = CowClipOptimizer.for_model(model, HP, update=update, accumulate=accumulate)
         statistics = optimizer.observe()
-        model.compile(optimizer=optimizer, metrics=[tf.keras.metrics.AUC(name="auc")], run_eagerly=eager)
+        model.compile(
+            optimizer=optimizer, metrics=[tf.keras.metrics.AUC(name="auc")], run_eagerly=eager
+        )
         logs = model.fit(dataset(schema, steps=3), verbose=0).history
         optimizer.catch_up()
     finally:
@@ -65,8 +67,9 @@ def test_the_step_is_that_of_the_whole_batch(build, schema, update, eager):
     assert logs_again == pytest.approx(logs, rel=1e-5)
     assert parts.keys() == whole.keys()
     for name, value in whole.items():
-        scale = np.abs(value).max() if value.size else 0.0
-        np.testing.assert_allclose(parts[name], value, rtol=0, atol=1e-6 * max(scale, 1e-3))
+        # Float32 sums in another order: of moments, as of the largest.
+        atol = 1e-6 if name.startswith("weight/") else 1e-5 * np.abs(value).max(initial=0)
+        np.testing.assert_allclose(parts[name], value, rtol=0, atol=atol, err_msg=name)
 
 
 def test_loss_scaling_skips_a_whole_step_or_none():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CowClipOptimizer: embedding tables → CowClipAdam (`adam.py`), everything else → Keras's Adam."""
+"""CowClipOptimizer: embedding tables → CowClipAdam (or Adagrad), everything else → Keras's Adam."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from merlin_cowclip.plugins._checks import RefusesOptions, whole_number
@@ -18,9 +19,11 @@ from merlin_cowclip.plugins.embeddings.discovery import check_known, tables_of
 from merlin_cowclip.plugins.embeddings.initializers import initialize, warn_of_others_than
 from merlin_cowclip.plugins.embeddings.tables import TableSpec, normalize_clip_tables
 from merlin_cowclip.plugins.monitoring.statistics import NotFinite, StepStatistics, not_finite
-from merlin_cowclip.plugins.optimizers.adam import CLIPS_OF_KERAS, CowClipAdam, table_parts
+from merlin_cowclip.plugins.optimizers.adagrad import CowClipAdagrad, CowClipRowWiseAdagrad
+from merlin_cowclip.plugins.optimizers.adam import CowClipAdam
 from merlin_cowclip.plugins.optimizers.model_hooks import install_hooks
 from merlin_cowclip.plugins.optimizers.rank_sync import broadcast_state, reduce_gradients
+from merlin_cowclip.plugins.optimizers.row_clip import CLIPS_OF_KERAS, ClipsRows, table_parts
 from merlin_cowclip.plugins.optimizers.summary import Owned, summary_of
 from merlin_cowclip.plugins.scaling import MIN_STEPS, Hyperparameters, check_number
 from merlin_cowclip.plugins.schedules import LinearWarmup, Proportional, Schedule, whole_steps
@@ -41,11 +44,30 @@ class LearningRates(NamedTuple):
     embedding: float
 
 
-class TablePart(CowClipAdam):
+class _TablePart(ClipsRows):
+    """What is no option of a table optimizer that is a part of a `CowClipOptimizer`."""
+
+    not_offered: ClassVar[Mapping[str, str]] = {**ClipsRows.not_offered, **_NO_RATE}
+
+
+class AdamPart(_TablePart, CowClipAdam):
     """`CowClipAdam` as a part of a `CowClipOptimizer`."""
 
-    not_offered: ClassVar[Mapping[str, str]] = {**CowClipAdam.not_offered, **_NO_RATE}
     updates: ClassVar[Sequence[str]] = (*CowClipAdam.updates, "deferred")
+
+
+class AdagradPart(_TablePart, CowClipAdagrad):
+    """`CowClipAdagrad` as a part of a `CowClipOptimizer`."""
+
+
+class RowWiseAdagradPart(_TablePart, CowClipRowWiseAdagrad):
+    """`CowClipRowWiseAdagrad` as a part of a `CowClipOptimizer`."""
+
+
+BASES: Mapping[str, type[_TablePart]] = MappingProxyType(
+    {"adam": AdamPart, "adagrad": AdagradPart, "rowwise_adagrad": RowWiseAdagradPart}
+)
+"""The optimizers of tables by name."""
 
 
 class DensePart(RefusesOptions, tf.keras.optimizers.legacy.Adam):
@@ -58,9 +80,9 @@ class DensePart(RefusesOptions, tf.keras.optimizers.legacy.Adam):
 class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     """One optimizer for a whole Merlin model, by the paper's recipe.
 
-    Three optimizers own its variables: `CowClipAdam` with the clip for embedding tables,
-    `CowClipAdam` without it for tables of width 1 (the linear part) and others that are not to be
-    clipped, and Keras's Adam with warm-up for the rest. L2 acts on tables only.
+    Three optimizers own its variables: `CowClipAdam` (or another `base`) with the clip for
+    embedding tables, one without it for tables of width 1 (the linear part) and others that are not
+    to be clipped, and Keras's Adam with warm-up for the rest. L2 acts on tables only.
 
     ```python
     big = scale(tuned, to=131_072)
@@ -83,7 +105,14 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         **dict.fromkeys(("clip_ratio", "clip_floor", "clip_threshold"), _PER_PART),
     }
     settled: ClassVar[Collection[str]] = {
-        *("hyperparameters", "update_mode", "accumulate", "clip_tables", "default_optimizer"),
+        *(
+            "hyperparameters",
+            "update_mode",
+            "base",
+            "accumulate",
+            "clip_tables",
+            "default_optimizer",
+        ),
         *("dense_schedule", "embedding_schedule", "total_steps"),
     }
 
@@ -109,6 +138,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         hyperparameters: Hyperparameters | dict[str, Any],
         *,
         update: str = "exact",
+        base: str = "adam",
         accumulate: int = 1,
         steps_per_epoch: int | None = None,
         total_steps: int | None = None,
@@ -138,7 +168,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             dense_rate = LinearWarmup(dense_rate, warm_up)
         rates = embedding_rate or hp.embedding_lr, dense_rate
         embedding, dense = (Proportional(rate, self._factor) for rate in rates)
-        clipped, unclipped = table_parts(TablePart, embedding, hp, update)
+        if base not in BASES:
+            raise ValueError(f"base must be one of {', '.join(BASES)}. Received: {base!r}")
+        clipped, unclipped = table_parts(BASES[base], embedding, hp, update)
         dense = DensePart(dense, name="dense")
         super().__init__(
             [mm.OptimizerBlocks(clipped, []), mm.OptimizerBlocks(unclipped, [])],
@@ -158,6 +190,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         self.warm_up, self.decay_steps = warm_up, decay_steps  # lengths, where there are such
         self.hyperparameters = hp
         self.update_mode = update
+        self.base = base
         self.accumulate = whole_number("accumulate", accumulate)
         self.clip_tables = clip_tables
         self.dense_schedule = dense_schedule
@@ -186,6 +219,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         hyperparameters: Hyperparameters,
         *,
         update: str = "exact",
+        base: str = "adam",
         accumulate: int = 1,
         steps_per_epoch: int | None = None,
         total_steps: int | None = None,
@@ -199,7 +233,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         Args:
           model: any Merlin model. Its tables, found by type, record their lookups from now on.
           hyperparameters: for the batch size that the model will be trained with.
-          update: "exact", "lazy" or "deferred".
+          update: "exact", "lazy" or, with Adam, "deferred".
+          base: the optimizer of the tables: "adam", "adagrad" or "rowwise_adagrad".
           accumulate: micro-batches per step of `model.fit`, which computes their gradients one
             after the other: the same update, with the activations of one in memory.
           steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate;
@@ -220,6 +255,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         optimizer = cls(
             hyperparameters,
             update=update,
+            base=base,
             accumulate=accumulate,
             steps_per_epoch=steps_per_epoch,
             total_steps=total_steps,
@@ -627,6 +663,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             "name": self.name,
             "hyperparameters": self.hyperparameters.to_dict(),
             "update": self.update_mode,
+            "base": self.base,
             "accumulate": self.accumulate,
             "steps_per_epoch": self.steps_per_epoch,
             "total_steps": self.total_steps,

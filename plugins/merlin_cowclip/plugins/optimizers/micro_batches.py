@@ -7,6 +7,7 @@ samples. Tables get the slices of all, and the recorded lookups of all, so count
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,10 +40,12 @@ def step_in_parts(
 ) -> dict[str, Any]:
     """What a model's `train_step` does to a batch, in `number` micro-batches and one update."""
     optimizer, rows = model.optimizer, _rows(data)
-    least = tf.debugging.Assert(rows >= number, [f"{_TOO_FEW} {number}. Received: a batch of", rows])
-    before, sums, logs, mean_loss = [least] if least is not None else [], [], {}, 0.0
-    bounds = [rows * place // number for place in range(number + 1)]
-    for begin, end in zip(bounds, bounds[1:]):
+    enough = tf.debugging.Assert(rows >= number, [f"{_TOO_FEW}{number}. Received: samples:", rows])
+    before: list[Any] = [] if enough is None else [enough]
+    sums: list[Any] = []
+    logs: dict[str, Any] = {}
+    mean_loss: Any = 0.0
+    for begin, end in itertools.pairwise(rows * place // number for place in range(number + 1)):
         kept = _Gradients(optimizer)
         with tf.control_dependencies(before):
             part = _cut(data, begin, end)
@@ -60,7 +63,7 @@ def step_in_parts(
     return {**logs, "loss_batch": mean_loss} if "loss_batch" in logs else logs
 
 
-_TOO_FEW = "A batch must have a sample for each micro-batch: accumulate ="
+_TOO_FEW = "A batch must have a sample for each micro-batch: accumulate="
 
 
 def _rows(data: Any) -> Any:
@@ -73,8 +76,8 @@ def _rows(data: Any) -> Any:
     if isinstance(data, Sequence):
         return _rows(data[0])
     if isinstance(data, tf.RaggedTensor):
-        return data.nrows(tf.int32)
-    return tf.shape(data)[0] if data.shape[0] is None else data.shape[0]
+        return data.nrows(tf.int64)
+    return tf.shape(data, tf.int64)[0] if data.shape[0] is None else data.shape[0]
 
 
 def _cut(data: Any, begin: Any, end: Any) -> Any:

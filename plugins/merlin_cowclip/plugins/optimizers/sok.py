@@ -25,7 +25,8 @@ from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums, a
 from merlin_cowclip.plugins.distributed.horovod import all_reduce, all_to_all, broadcast, ranks
 from merlin_cowclip.plugins.distributed.sharding import by_owner
 from merlin_cowclip.plugins.embeddings.counting import Lookup
-from merlin_cowclip.plugins.optimizers.adam import CowClipAdam, table_parts
+from merlin_cowclip.plugins.optimizers.adam import CowClipAdam
+from merlin_cowclip.plugins.optimizers.row_clip import table_parts
 from merlin_cowclip.plugins.row_ops import colocated_with, sum_columns, sum_per_row, tally, unique
 from merlin_cowclip.plugins.scaling import Hyperparameters
 from merlin_cowclip.plugins.schedules import LinearWarmup, Schedule, whole_steps
