@@ -14,11 +14,11 @@ _compat.install()
 _HOME, __getattr__, __dir__ = on_first_use(
     __name__,
     {
-        "clipping": "CLIP_RULES clip_by_adaptive_column_norm clip_by_adaptive_field_norm "
-        "clip_by_column_norm clip_by_field_norm clip_by_global_norm",
+        "clipping": "CLIP_RULES clip_by_adaptive_column_norm",
         "embeddings.counting": "Lookup LookupRecorder",
         "embeddings.tables": "HasTables TableSpec",
         "monitoring.statistics": "FieldStatistics NormBin NotFinite RowStatistics StepStatistics",
+        "optimizers.adagrad": "CowClipAdagrad CowClipRowWiseAdagrad",
         "optimizers.adam": "CowClipAdam",
         "optimizers.cowclip": "CowClipOptimizer",
         "optimizers.rank_sync": "RankSync",

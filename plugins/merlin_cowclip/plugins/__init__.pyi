@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of `merlin_cowclip.plugins` for type checkers; `__init__.py` loads them."""
 
-from .clipping import (
-    CLIP_RULES,
-    clip_by_adaptive_column_norm,
-    clip_by_adaptive_field_norm,
-    clip_by_column_norm,
-    clip_by_field_norm,
-    clip_by_global_norm,
-)
+from .clipping import CLIP_RULES, clip_by_adaptive_column_norm
 from .embeddings.counting import Lookup, LookupRecorder
 from .embeddings.tables import HasTables, TableSpec
 from .monitoring.statistics import (
@@ -18,6 +11,7 @@ from .monitoring.statistics import (
     RowStatistics,
     StepStatistics,
 )
+from .optimizers.adagrad import CowClipAdagrad, CowClipRowWiseAdagrad
 from .optimizers.adam import CowClipAdam
 from .optimizers.cowclip import CowClipOptimizer
 from .optimizers.rank_sync import RankSync
@@ -33,8 +27,10 @@ __all__ = [
     "CLIP_RULES",
     "PRESETS",
     "SCALING_RULES",
+    "CowClipAdagrad",
     "CowClipAdam",
     "CowClipOptimizer",
+    "CowClipRowWiseAdagrad",
     "CowClipSokOptimizer",
     "FieldStatistics",
     "HasTables",
@@ -50,10 +46,6 @@ __all__ = [
     "StepStatistics",
     "TableSpec",
     "clip_by_adaptive_column_norm",
-    "clip_by_adaptive_field_norm",
-    "clip_by_column_norm",
-    "clip_by_field_norm",
-    "clip_by_global_norm",
     "load_model",
     "preset",
     "recipe",

@@ -19,8 +19,8 @@ from merlin_cowclip.plugins._tensorflow import tf
 class RowNorms(NamedTuple):
     """What the rules know of U rows: all of the batch's, or those that this rank has."""
 
-    gradients: tf.Tensor  # U, norms of the gradient rows, float32 or wider
-    rows: tf.Tensor  # U, norms of the embedding rows before the update
+    grad_norms: tf.Tensor  # U, of the gradient rows, float32 or wider
+    weight_norms: tf.Tensor  # U, of the embedding rows before the update
     counts: tf.Tensor  # U, samples of the batch that hold the id; 0 for padding and unread rows
     fields: tf.Tensor  # U, int64 number of the field that the row belongs to
     num_fields: int
@@ -35,43 +35,43 @@ def row_norms(rows: tf.Tensor) -> tf.Tensor:
     return largest * tf.sqrt(tf.reduce_sum(tf.square(scaled), axis=-1))
 
 
-def with_lengths(gradients: tf.Tensor, norms: tf.Tensor, lengths: tf.Tensor) -> tf.Tensor:
-    """`gradients` (U×d, of norms U) with no row longer than `lengths` (U); the dtype stays."""
+def with_norms(gradients: tf.Tensor, norms: tf.Tensor, clipped_norms: tf.Tensor) -> tf.Tensor:
+    """`gradients` (U×d, of norms U) with no norm above `clipped_norms` (U); the dtype stays."""
     wide = widened(gradients)
-    norms, lengths = norms[:, tf.newaxis], lengths[:, tf.newaxis]
-    # A unit vector times its length: length / norm alone can underflow.
-    shortened = wide / tf.where(norms > 0, norms, 1.0) * lengths
-    return tf.cast(tf.where(norms > lengths, shortened, wide), gradients.dtype)
+    norms, clipped_norms = norms[:, tf.newaxis], clipped_norms[:, tf.newaxis]
+    # A unit vector times its new norm: the quotient of both norms alone can underflow.
+    clipped = wide / tf.where(norms > 0, norms, 1.0) * clipped_norms
+    return tf.cast(tf.where(norms > clipped_norms, clipped, wide), gradients.dtype)
 
 
-def _global_lengths(norms: RowNorms, threshold: float) -> tf.Tensor:
-    given = norms.gradients[tf.newaxis, :]
+def _global(norms: RowNorms, threshold: float) -> tf.Tensor:
+    given = norms.grad_norms[tf.newaxis, :]
     largest = norms.over_all(tf.reduce_max(given, axis=-1), "max")
     scaled = tf.math.divide_no_nan(given, largest[:, tf.newaxis])
     total = norms.over_all(tf.reduce_sum(tf.square(scaled), axis=-1), "sum")
-    return _share(norms.gradients, (largest * tf.sqrt(total))[0], threshold)
+    return _share(norms.grad_norms, (largest * tf.sqrt(total))[0], threshold)
 
 
-def _field_lengths(norms: RowNorms, threshold: float) -> tf.Tensor:
-    return _share(norms.gradients, _field_norms(norms.gradients, norms), threshold)
+def _field(norms: RowNorms, threshold: float) -> tf.Tensor:
+    return _share(norms.grad_norms, _field_norms(norms.grad_norms, norms), threshold)
 
 
-def _column_lengths(norms: RowNorms, threshold: float) -> tf.Tensor:
-    return tf.minimum(norms.gradients, threshold)
+def _column(norms: RowNorms, threshold: float) -> tf.Tensor:
+    return tf.minimum(norms.grad_norms, threshold)
 
 
-def _adaptive_field_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
-    counts = tf.cast(norms.counts, norms.gradients.dtype)
+def _adaptive_field(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
+    counts = tf.cast(norms.counts, norms.grad_norms.dtype)
     counts = tf.math.unsorted_segment_sum(counts, norms.fields, norms.num_fields)
     counts = tf.gather(tf.maximum(norms.over_all(counts, "sum"), 1.0), norms.fields)
-    bound = counts * tf.maximum(ratio * _field_norms(norms.rows, norms), floor)
-    return _share(norms.gradients, _field_norms(norms.gradients, norms), bound)
+    bound = counts * tf.maximum(ratio * _field_norms(norms.weight_norms, norms), floor)
+    return _share(norms.grad_norms, _field_norms(norms.grad_norms, norms), bound)
 
 
-def _adaptive_column_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
+def _adaptive_column(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
     # A row that no sample holds is clipped as if one did: a bound of 0 freezes it.
-    counts = tf.maximum(tf.cast(norms.counts, norms.gradients.dtype), 1.0)
-    return tf.minimum(norms.gradients, counts * tf.maximum(ratio * norms.rows, floor))
+    counts = tf.maximum(tf.cast(norms.counts, norms.grad_norms.dtype), 1.0)
+    return tf.minimum(norms.grad_norms, counts * tf.maximum(ratio * norms.weight_norms, floor))
 
 
 def _field_norms(norms: tf.Tensor, of: RowNorms) -> tf.Tensor:
@@ -85,19 +85,19 @@ def _field_norms(norms: tf.Tensor, of: RowNorms) -> tf.Tensor:
 
 
 def _share(norms: tf.Tensor, whole: tf.Tensor, bound: tf.Tensor | float) -> tf.Tensor:
-    """New lengths of rows whose unit, of norm `whole`, shrinks to `bound`: equal parts of it."""
+    """Clipped norms of rows whose unit, of norm `whole`, shrinks to `bound`: equal parts of it."""
     bound = tf.minimum(whole, bound)
-    # By roots, for norms / whole and bound / whole alone can underflow where the length does not.
+    # By roots, for norms / whole and bound / whole alone can underflow where the result does not.
     root = tf.math.divide_no_nan(tf.sqrt(bound), tf.sqrt(whole))
     return tf.where(whole > bound, norms * root * root, norms)
 
 
 @dataclass(frozen=True)
 class ClipRule:
-    """A rule of Table 6."""
+    """A rule of Table 6; called, it clips the gradients of a batch's rows."""
 
     name: str  # as `CowClipAdam(clip=…)` takes it
-    lengths: Callable[..., tf.Tensor]  # norms → those after the clip; `parameters` by keyword
+    clipped_norms: Callable[..., tf.Tensor]  # `RowNorms` → U; `parameters` by keyword
     adaptive: bool = False  # whether the bound follows the rows' own norms and counts
     by_row: bool = False  # whether a row is clipped by what is its own
 
@@ -106,13 +106,38 @@ class ClipRule:
         """A constant that scales by √s with the batch, or r and ζ."""
         return ("ratio", "floor") if self.adaptive else ("threshold",)
 
+    def __call__(
+        self,
+        gradients: tf.Tensor,
+        rows: tf.Tensor,
+        counts: tf.Tensor,
+        fields: tf.Tensor | None = None,
+        num_fields: int = 1,
+        **parameters: float,
+    ) -> tf.Tensor:
+        """`gradients` with clipped norms: U×d, of their dtype. A zero gradient stays zero.
+
+        Args:
+          gradients: U×d, one summed gradient per id, L2 included.
+          rows: U×d, the ids' embeddings before the update.
+          counts: U, samples of the batch that hold the id; 0 is clipped as 1.
+          fields: U, int64 number of each row's field, from 0 to `num_fields` - 1; `None` for one.
+          num_fields: how many fields there are.
+          parameters: of the rule, by name.
+        """
+        norms = row_norms(gradients)
+        if fields is None:
+            fields = tf.zeros(tf.shape(norms), tf.int64)
+        known = RowNorms(norms, row_norms(rows), counts, fields, num_fields)
+        return with_norms(gradients, norms, self.clipped_norms(known, **parameters))
+
 
 _RULES = (
-    ClipRule("global", _global_lengths),
-    ClipRule("field", _field_lengths),
-    ClipRule("column", _column_lengths, by_row=True),
-    ClipRule("adaptive_field", _adaptive_field_lengths, adaptive=True),
-    ClipRule("adaptive_column", _adaptive_column_lengths, adaptive=True, by_row=True),
+    ClipRule("global", _global),
+    ClipRule("field", _field),
+    ClipRule("column", _column, by_row=True),
+    ClipRule("adaptive_field", _adaptive_field, adaptive=True),
+    ClipRule("adaptive_column", _adaptive_column, adaptive=True, by_row=True),
 )
 CLIP_RULES: Mapping[str, ClipRule] = MappingProxyType({rule.name: rule for rule in _RULES})
 """The five rules by name (Table 6, Section 4.3); "adaptive_column" is CowClip."""
@@ -128,86 +153,13 @@ def clip_by_adaptive_column_norm(
     published code is ζ / r.
 
     Args:
-      gradients: U×d, one summed gradient per id, L2 included.
-      rows: U×d, the ids' embeddings before the update.
-      counts: U, samples of the batch that hold the id; 0 is clipped as 1.
+      gradients: U×d; these, `rows`, `counts` and the result are as in `ClipRule`.
+      rows: U×d.
+      counts: U.
       ratio: r.
       floor: ζ, in units of the gradient's norm.
-
-    Returns:
-      U×d, of the gradients' dtype. A zero gradient stays zero.
     """
-    return _clip("adaptive_column", gradients, rows, counts, ratio=ratio, floor=floor)
-
-
-def clip_by_adaptive_field_norm(
-    gradients: tf.Tensor,
-    rows: tf.Tensor,
-    counts: tf.Tensor,
-    *,
-    ratio: float,
-    floor: float,
-    fields: tf.Tensor | None = None,
-    num_fields: int = 1,
-) -> tf.Tensor:
-    """The rows of each field are bounded by `n · max(r·‖W_u‖, ζ)` (Adaptive Field-wise GC).
-
-    `‖W_u‖` is the norm over the field's rows in the batch; n is the sum of their counts, at least
-    1. `fields` are U numbers from 0 to `num_fields` - 1; `None` for one field. All else is as in
-    `clip_by_adaptive_column_norm`.
-    """
-    known = gradients, rows, counts, fields, num_fields
-    return _clip("adaptive_field", *known, ratio=ratio, floor=floor)
-
-
-def clip_by_column_norm(
-    gradients: tf.Tensor, rows: tf.Tensor, counts: tf.Tensor, *, threshold: float
-) -> tf.Tensor:
-    """Each row is bounded by a constant (Column-wise GC); arguments: `clip_by_global_norm`."""
-    return _clip("column", gradients, rows, counts, threshold=threshold)
-
-
-def clip_by_field_norm(
-    gradients: tf.Tensor,
-    rows: tf.Tensor,
-    counts: tf.Tensor,
-    *,
-    threshold: float,
-    fields: tf.Tensor | None = None,
-    num_fields: int = 1,
-) -> tf.Tensor:
-    """The rows of each field together are bounded by a constant (Field-wise GC).
-
-    Arguments are those of `clip_by_global_norm`, and the fields of `clip_by_adaptive_field_norm`.
-    """
-    return _clip("field", gradients, rows, counts, fields, num_fields, threshold=threshold)
-
-
-def clip_by_global_norm(
-    gradients: tf.Tensor, rows: tf.Tensor, counts: tf.Tensor, *, threshold: float
-) -> tf.Tensor:
-    """All rows together are bounded by c, the `threshold`: `g ← g · min(1, c / ‖g‖)` (Section 3.2).
-
-    Other arguments and result are those of `clip_by_adaptive_column_norm`; `rows` and `counts` are
-    not used.
-    """
-    return _clip("global", gradients, rows, counts, threshold=threshold)
-
-
-def _clip(
-    name: str,
-    gradients: tf.Tensor,
-    rows: tf.Tensor,
-    counts: tf.Tensor,
-    fields: tf.Tensor | None = None,
-    num_fields: int = 1,
-    **parameters: float,
-) -> tf.Tensor:
-    norms = row_norms(gradients)
-    if fields is None:
-        fields = tf.zeros(tf.shape(norms), tf.int64)
-    known = RowNorms(norms, row_norms(rows), counts, fields, num_fields)
-    return with_lengths(gradients, norms, CLIP_RULES[name].lengths(known, **parameters))
+    return CLIP_RULES["adaptive_column"](gradients, rows, counts, ratio=ratio, floor=floor)
 
 
 def widened(x: tf.Tensor) -> tf.Tensor:

@@ -111,12 +111,12 @@ class StepStatistics:
         self,
         norms: RowNorms,
         counts: tf.Tensor,
-        lengths: tf.Tensor,
+        clipped_norms: tf.Tensor,
         rows: Sequence[tf.Tensor],
         specs: Sequence[TableSpec],
         on_cpu: bool,
     ) -> None:
-        """Add a step: the norms of U rows before the clip and their `lengths` after it.
+        """Add a step: the norms of U rows before the clip and their `clipped_norms` after it.
 
         `counts` are 0 for rows of none of the batch's ids; `rows` are by table, as `specs`.
         """
@@ -124,15 +124,15 @@ class StepStatistics:
         frequent = tf.cast(counts >= tf.constant(self.frequent_from, counts.dtype), tf.int64)
         counts = tf.cast(counts, tf.float64)
         is_held = counts > 0  # not padding
-        # Not norms.rows: were they read twice, the graph optimizer would change a last digit.
+        # Not norms.weight_norms: read twice, the graph optimizer would change a last digit.
         weights = tf.concat([plain_norms(some) for some in rows], axis=0)
         held = tf.cast(is_held, tf.float64)
-        clipped = tf.cast(tf.logical_and(is_held, lengths < norms.gradients), tf.float64)
+        clipped = tf.cast(tf.logical_and(is_held, clipped_norms < norms.grad_norms), tf.float64)
         columns = [held, counts, clipped, clipped * counts]
-        for values in (norms.gradients, weights):
+        for values in (norms.grad_norms, weights):
             columns.append(tf.where(is_held, tf.cast(values, tf.float64), tf.zeros_like(counts)))
         kinds, kind = tf.constant(2 * norms.num_fields, tf.int64), 2 * norms.fields + frequent
-        bins = kind * _BINS + _bin(norms.gradients)
+        bins = kind * _BINS + _bin(norms.grad_norms)
         parts = [
             tf.ones([norms.num_fields], tf.float64),
             sum_columns(columns, kind, kinds, on_cpu),

@@ -14,7 +14,7 @@ import numpy as np
 
 from merlin_cowclip.plugins._checks import RefusesOptions
 from merlin_cowclip.plugins._tensorflow import is_op_determinism_enabled, tf
-from merlin_cowclip.plugins.clipping import CLIP_RULES, RowNorms, row_norms, widened, with_lengths
+from merlin_cowclip.plugins.clipping import CLIP_RULES, RowNorms, row_norms, widened, with_norms
 from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums, all_gather_rows
 from merlin_cowclip.plugins.distributed.horovod import all_reduce, refuse_replicas
 from merlin_cowclip.plugins.distributed.sharding import Shard, join_shards
@@ -231,18 +231,18 @@ class ClipsRows(RefusesOptions, _Keras):
             num_fields,
             *self._over_all(variables),
         )
-        lengths = known.gradients if self.clip is None else self._lengths(known, variables)
+        new_norms = known.grad_norms if self.clip is None else self._clipped_norms(known, variables)
         if self.statistics is not None:
             specs = [self._specs[variable.ref()] for variable in variables]
             with colocated_with(variables[0]) as on_cpu:
                 # Of a dense gradient every row is one of the batch's; of another not the padding.
                 held = [tf.maximum(t.counts, 1.0) if t.is_whole else t.counts for t in tables]
-                self.statistics.add(known, tf.concat(held, axis=0), lengths, rows, specs, on_cpu)
+                self.statistics.add(known, tf.concat(held, axis=0), new_norms, rows, specs, on_cpu)
         if self.clip is None:
             return [table.gradients for table in tables]
-        parts = tf.split(lengths, [tf.size(n) for n in norms]) if len(norms) > 1 else [lengths]
+        parts = tf.split(new_norms, [tf.size(n) for n in norms]) if len(norms) > 1 else [new_norms]
         return [
-            with_lengths(table.gradients, n, part)
+            with_norms(table.gradients, n, part)
             for table, n, part in zip(tables, norms, parts, strict=True)
         ]
 
@@ -257,18 +257,18 @@ class ClipsRows(RefusesOptions, _Keras):
             )
         return (all_reduce,)
 
-    def _lengths(self, given: RowNorms, variables: list[tf.Variable]) -> tf.Tensor:
+    def _clipped_norms(self, given: RowNorms, variables: list[tf.Variable]) -> tf.Tensor:
         """The gradients' norms after the clip, U."""
         rule, exempt, known = CLIP_RULES[self.clip or ""], None, given
         is_clipped = [one for variable in variables for one in self.clipped_ranges_of(variable)]
         if not all(is_clipped):  # the others' rows take no part in a norm, and keep their own
             exempt = tf.logical_not(tf.gather(tf.constant(is_clipped), known.fields))
-            without = tf.where(exempt, tf.zeros_like(known.gradients), known.gradients)
-            known = known._replace(gradients=without)
-        dtype = known.gradients.dtype
+            without = tf.where(exempt, tf.zeros_like(known.grad_norms), known.grad_norms)
+            known = known._replace(grad_norms=without)
+        dtype = known.grad_norms.dtype
         parameters = {name: self._number(f"clip_{name}", dtype) for name in rule.parameters}
-        lengths = rule.lengths(known, **parameters)
-        return lengths if exempt is None else tf.where(exempt, given.gradients, lengths)
+        new_norms = rule.clipped_norms(known, **parameters)
+        return new_norms if exempt is None else tf.where(exempt, given.grad_norms, new_norms)
 
     def _field_of(self, variable: tf.Variable, indices: tf.Tensor) -> tf.Tensor:
         """For rows of a variable, the number of the range that each belongs to, int64."""
@@ -314,9 +314,9 @@ class ClipsRows(RefusesOptions, _Keras):
         def clipped() -> tf.Tensor:
             norms, exempt = row_norms(absent), self._exempt_mask(var)
             r, floor = (self._number(n, norms.dtype) for n in ("clip_ratio", "clip_floor"))
-            lengths = tf.minimum(norms, tf.maximum(r * row_norms(rows), floor))
-            lengths = lengths if exempt is None else tf.where(exempt, norms, lengths)
-            return with_lengths(absent, norms, lengths)
+            new_norms = tf.minimum(norms, tf.maximum(r * row_norms(rows), floor))
+            new_norms = new_norms if exempt is None else tf.where(exempt, norms, new_norms)
+            return with_norms(absent, norms, new_norms)
 
         # Other rules leave absent rows out. The norm of 2λ·w exceeds r·‖w‖ only if r < 2λ.
         if self.clip == "adaptive_column":
