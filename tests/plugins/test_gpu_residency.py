@@ -16,8 +16,8 @@ from merlin_cowclip.plugins import (
     TableSpec,
 )
 from merlin_cowclip.plugins._tensorflow import ColumnSchema
-from merlin_cowclip.plugins.optimizers import adam, deferred
-from merlin_cowclip.plugins.optimizers.cowclip import TablePart
+from merlin_cowclip.plugins.optimizers import deferred, row_clip
+from merlin_cowclip.plugins.optimizers.cowclip import AdamPart
 from merlin_cowclip.plugins.schedules import Proportional
 
 from .gpu_kernels import check_kernels
@@ -35,7 +35,7 @@ def spec_of(variable, recorder, offsets):
 
 def part(**options):
     """`CowClipAdam` as a `CowClipOptimizer` has it."""
-    return TablePart(Proportional(1e-4, lambda: tf.constant(1.0)), **options)
+    return AdamPart(Proportional(1e-4, lambda: tf.constant(1.0)), **options)
 
 
 def on_a_gpu(variable):
@@ -44,7 +44,7 @@ def on_a_gpu(variable):
 
 
 def on_a_deterministic_gpu(variable):
-    """As `adam._scatters_through_host` finds it there."""
+    """As `row_clip._scatters_through_host` finds it there."""
     return True
 
 
@@ -56,7 +56,7 @@ CASES = [
     ),
     # No decay to scatter into, and r < 2λ, where absent rows are clipped too.
     *itertools.product(
-        ["adaptive_column"], [1e-5, 0.0], TablePart.updates, ["recorded"], [True], [False]
+        ["adaptive_column"], [1e-5, 0.0], AdamPart.updates, ["recorded"], [True], [False]
     ),
     *itertools.product(
         ["adaptive_column"], [1.0], ["exact", "lazy"], ["recorded"], [True], [False]
@@ -72,11 +72,11 @@ CASES = [
 def test_every_op_of_an_update_has_a_gpu_kernel(
     monkeypatch, clip, l2, update, counting, deterministic, observed
 ):
-    monkeypatch.setattr(adam, "colocated_with", on_a_gpu)
+    monkeypatch.setattr(row_clip, "colocated_with", on_a_gpu)
     monkeypatch.setattr(deferred, "colocated_with", on_a_gpu)
-    monkeypatch.setattr(adam, "_on_gpu", lambda variable: True)
+    monkeypatch.setattr(row_clip, "_on_gpu", lambda variable: True)
     if deterministic:
-        monkeypatch.setattr(adam, "_scatters_through_host", on_a_deterministic_gpu)
+        monkeypatch.setattr(row_clip, "_scatters_through_host", on_a_deterministic_gpu)
     variable = tf.Variable(tf.random.normal((50, 4)))
     threshold = {"clip_threshold": 1.0} if clip in ("global", "field", "column") else {}
     optimizer = part(clip=clip, update=update, l2=l2, **threshold)
@@ -110,11 +110,11 @@ def test_every_op_of_an_update_has_a_gpu_kernel(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_every_op_of_catching_up_has_a_gpu_kernel(monkeypatch, deterministic):
-    monkeypatch.setattr(adam, "colocated_with", on_a_gpu)
+    monkeypatch.setattr(row_clip, "colocated_with", on_a_gpu)
     monkeypatch.setattr(deferred, "colocated_with", on_a_gpu)
-    monkeypatch.setattr(adam, "_on_gpu", lambda variable: True)
+    monkeypatch.setattr(row_clip, "_on_gpu", lambda variable: True)
     if deterministic:
-        monkeypatch.setattr(adam, "_scatters_through_host", on_a_deterministic_gpu)
+        monkeypatch.setattr(row_clip, "_scatters_through_host", on_a_deterministic_gpu)
     variable = tf.Variable(tf.random.normal((50, 4)))
     optimizer = part(update="deferred")
     optimizer.bind_tables({spec_of(variable, LookupRecorder(), (0, 50)): (True,)})

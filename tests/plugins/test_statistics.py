@@ -20,7 +20,7 @@ from merlin_cowclip.plugins import (
 )
 from merlin_cowclip.plugins._tensorflow import ColumnSchema
 from merlin_cowclip.plugins.clipping import RowNorms
-from merlin_cowclip.plugins.optimizers.cowclip import DensePart, TablePart
+from merlin_cowclip.plugins.optimizers.cowclip import AdamPart, DensePart
 
 from .merlin_models import BATCH, SCHEMA, dataset, stock_dlrm
 from .test_clipping import oracle
@@ -356,7 +356,7 @@ def test_dense_weights_that_are_not_finite_are_named():
 
 def test_learning_rates_are_those_of_the_last_step(monkeypatch):
     used = {}
-    for part in (DensePart, TablePart):
+    for part in (DensePart, AdamPart):
 
         def spy(self, dtype, part=part, original=part._decayed_lr):
             used[part] = original(self, dtype)
@@ -374,7 +374,7 @@ def test_learning_rates_are_those_of_the_last_step(monkeypatch):
     for rate in (0.01, 0.002):
         optimizer.learning_rate = rate
         model.fit(dataset(SCHEMA, 3), verbose=0)
-        assert optimizer.learning_rates() == (float(used[DensePart]), float(used[TablePart]))
+        assert optimizer.learning_rates() == (float(used[DensePart]), float(used[AdamPart]))
     assert math.isclose(optimizer.learning_rates().dense, 0.002 * 5 / 10, rel_tol=1e-4)
 
 

@@ -101,7 +101,7 @@ KERAS_OPTIONS: Mapping[str, str] = {
     "amsgrad": "It is Adam as the paper has it.",
     "decay": "Use a Keras schedule: learning_rate, dense_schedule or embedding_schedule.",
     "weight_decay": "Tables have hyperparameters.l2; dense weights take a kernel_regularizer.",
-    "use_ema": "Keep a moving average of the weights by a callback.",
+    "use_ema": "Give CowClipOptimizer.for_model ema=….",
 }
 
 

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,6 +22,11 @@ from merlin_cowclip.plugins.embeddings.tables import TableSpec, normalize_clip_t
 from merlin_cowclip.plugins.monitoring.statistics import NotFinite, StepStatistics, not_finite
 from merlin_cowclip.plugins.optimizers.adagrad import CowClipAdagrad, CowClipRowWiseAdagrad
 from merlin_cowclip.plugins.optimizers.adam import CowClipAdam
+from merlin_cowclip.plugins.optimizers.averages import (
+    add_steps,
+    averages_in_place,
+    create_averages,
+)
 from merlin_cowclip.plugins.optimizers.model_hooks import install_hooks
 from merlin_cowclip.plugins.optimizers.rank_sync import broadcast_state, reduce_gradients
 from merlin_cowclip.plugins.optimizers.row_clip import CLIPS_OF_KERAS, ClipsRows, table_parts
@@ -140,6 +146,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         update: str = "exact",
         base: str = "adam",
         accumulate: int = 1,
+        ema: float | None = None,
         steps_per_epoch: int | None = None,
         total_steps: int | None = None,
         clip_tables: Sequence[Any] | None = None,
@@ -192,6 +199,11 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         self.update_mode = update
         self.base = base
         self.accumulate = whole_number("accumulate", accumulate)
+        if ema is not None and (check_number("ema", ema) >= 1 or update == "deferred"):
+            raise ValueError(
+                f"ema must be below 1, and update exact or lazy. Received: {ema}, {update!r}"
+            )
+        self.ema = ema
         self.clip_tables = clip_tables
         self.dense_schedule = dense_schedule
         self.embedding_schedule = embedding_schedule
@@ -221,6 +233,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         update: str = "exact",
         base: str = "adam",
         accumulate: int = 1,
+        ema: float | None = None,
         steps_per_epoch: int | None = None,
         total_steps: int | None = None,
         clip_tables: Sequence[Any] | None = None,
@@ -237,6 +250,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
           base: the optimizer of the tables: "adam", "adagrad" or "rowwise_adagrad".
           accumulate: micro-batches per step of `model.fit`, which computes their gradients one
             after the other: the same update, with the activations of one in memory.
+          ema: D of a moving average of all weights, from 0 to below 1, for `averages`; not with
+            "deferred".
           steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate;
             without it, those of each `model.fit` that begins before or as the warm-up ends.
           total_steps: updates after which learning rates that decay are 0; without it, those so far
@@ -257,6 +272,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             update=update,
             base=base,
             accumulate=accumulate,
+            ema=ema,
             steps_per_epoch=steps_per_epoch,
             total_steps=total_steps,
             clip_tables=clip_tables,
@@ -494,6 +510,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         self._create_hypers()
         for part, mine in self.by_part((variable,) for variable in variables):
             part._create_all_weights([variable for (variable,) in mine])
+            if self.ema is not None:
+                create_averages(part, [variable for (variable,) in mine])
 
     def _aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
         """Keras's, by which its loss scaling decides whether to make the step."""
@@ -550,6 +568,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         updates: list[Any] = []
         checked = self.checks_of_ids()
         for part, share in self.by_part(pairs):
+            for gradient, variable in share if self.ema is not None else ():
+                is_lazy = self.update_mode == "lazy" and isinstance(gradient, tf.IndexedSlices)
+                add_steps(self, part, variable, gradient.indices if is_lazy else None)
             # One part after the other: the exact mode takes a table-sized temporary, and a step
             # that the deferred mode refuses must not change dense weights.
             before = checked + (updates[-1:] if self.update_mode != "lazy" else [])
@@ -566,6 +587,19 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """The step's rows, there once their ids are known to be in range: else it does nothing."""
         lookups = [lookup for spec in self.table_specs for lookup in spec.recorder.lookups()]
         return [lookup.check for lookup in lookups if lookup.check is not None]
+
+    @contextlib.contextmanager
+    def averages(self) -> Iterator[None]:
+        """With `ema`: within it, the bound model's trainable weights are their moving averages.
+
+        Evaluate, predict or export within it; do not train. It holds a copy of the weights.
+        """
+        model, owner = self._model(), self.owner()
+        trained = [] if model is None or self.ema is None else model.trainable_variables
+        self.create_slots(trained)
+        owned = [(owner.get(v.ref(), self.default_optimizer), v) for v in trained]
+        with averages_in_place(self, owned):
+            yield
 
     def owned(self) -> list[Owned]:
         """Every trainable variable of the built model with its one optimizer, in model order."""
@@ -665,6 +699,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             "update": self.update_mode,
             "base": self.base,
             "accumulate": self.accumulate,
+            "ema": self.ema,
             "steps_per_epoch": self.steps_per_epoch,
             "total_steps": self.total_steps,
             "clip_tables": wanted
