@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from merlin_cowclip.plugins._tensorflow import tf
-
-if TYPE_CHECKING:
-    from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
 
 AVERAGE, UP_TO = "average", "average_up_to"  # names of slots
 
@@ -29,9 +26,7 @@ def create_averages(part: Any, variables: Sequence[tf.Variable]) -> None:
         part.add_slot(variable, UP_TO, shape=[variable.shape[0], 1] if by_row else [])
 
 
-def add_steps(
-    optimizer: CowClipOptimizer, part: Any, variable: tf.Variable, rows: Any = None
-) -> None:
+def add_steps(optimizer: Any, part: Any, variable: tf.Variable, rows: Any = None) -> None:
     """Bring the averages of some rows (with repeats; `None` for all) up to the last step."""
     average, up_to = part.get_slot(variable, AVERAGE), part.get_slot(variable, UP_TO)
     now = tf.cast(optimizer.iterations, variable.dtype)
@@ -48,7 +43,7 @@ def add_steps(
 
 
 @contextlib.contextmanager
-def averages_in_place(optimizer: CowClipOptimizer, owned: Sequence[Any]) -> Iterator[None]:
+def averages_in_place(optimizer: Any, owned: Sequence[Any]) -> Iterator[None]:
     """Within it, variables, given with the parts that own them, have their averages."""
     steps, raw = int(optimizer.iterations), []
     for part, variable in owned if steps else ():

@@ -30,6 +30,7 @@ from merlin_cowclip.plugins.optimizers.averages import (
 from merlin_cowclip.plugins.optimizers.model_hooks import install_hooks
 from merlin_cowclip.plugins.optimizers.rank_sync import broadcast_state, reduce_gradients
 from merlin_cowclip.plugins.optimizers.row_clip import CLIPS_OF_KERAS, ClipsRows, table_parts
+from merlin_cowclip.plugins.optimizers.state import TrainsModel
 from merlin_cowclip.plugins.optimizers.summary import Owned, summary_of
 from merlin_cowclip.plugins.scaling import MIN_STEPS, Hyperparameters, check_number
 from merlin_cowclip.plugins.schedules import LinearWarmup, Proportional, Schedule, whole_steps
@@ -83,7 +84,7 @@ class DensePart(RefusesOptions, tf.keras.optimizers.legacy.Adam):
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
+class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
     """One optimizer for a whole Merlin model, by the paper's recipe.
 
     Three optimizers own its variables: `CowClipAdam` (or another `base`) with the clip for

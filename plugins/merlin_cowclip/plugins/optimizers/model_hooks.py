@@ -15,17 +15,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.embeddings.tables import check_whole
 from merlin_cowclip.plugins.optimizers.micro_batches import step_in_parts
 from merlin_cowclip.plugins.optimizers.rank_sync import with_rank_sync
 from merlin_cowclip.plugins.optimizers.state import unwrapped
-
-if TYPE_CHECKING:
-    from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
-
 
 _REDUCTION = tf.keras.losses.Reduction
 
@@ -35,7 +31,7 @@ class BatchSizeCheck(tf.keras.callbacks.Callback):
 
     _supports_tf_logs = True  # else Keras waits for the values of each batch's logs
 
-    def __init__(self, optimizer: CowClipOptimizer, file: str, line: int) -> None:
+    def __init__(self, optimizer: Any, file: str, line: int) -> None:
         super().__init__()
         self._caller: tuple[str, int] | None = (file, line)
         self._optimizer = optimizer
@@ -53,7 +49,7 @@ class BatchSizeCheck(tf.keras.callbacks.Callback):
             warnings.warn_explicit(message, UserWarning, *caller)
 
 
-def install_hooks(model: tf.keras.Model, optimizer: CowClipOptimizer) -> None:
+def install_hooks(model: tf.keras.Model, optimizer: Any) -> None:
     """Replace methods of `model`: its own `CowClipOptimizer`, else `optimizer`, hears of calls."""
     bound = weakref.ref(optimizer)  # which copies do not follow
     for name, hook in _HOOKS.items():

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,13 +20,10 @@ from merlin_cowclip.plugins.distributed.horovod import (
 )
 from merlin_cowclip.plugins.optimizers.state import optimizer_of, state_of
 
-if TYPE_CHECKING:
-    from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
-
 _KERAS = tf.keras.callbacks
 
 
-def broadcast_state(optimizer: CowClipOptimizer, model: tf.keras.Model) -> None:
+def broadcast_state(optimizer: Any, model: tf.keras.Model) -> None:
     """Give all ranks rank 0's state, after checking that they train the same by the same."""
     sharded = optimizer.in_shards()
     state = [v for v in state_of(model, optimizer).values() if v.ref() not in sharded]
@@ -42,7 +39,7 @@ def broadcast_state(optimizer: CowClipOptimizer, model: tf.keras.Model) -> None:
     broadcast(state)
 
 
-def synchronize(optimizer: CowClipOptimizer, model: tf.keras.Model) -> None:
+def synchronize(optimizer: Any, model: tf.keras.Model) -> None:
     """Broadcast rank 0's state as a fit begins (or in its first step), and later its rate."""
     if optimizer.is_started:
         broadcast([optimizer.learning_rate])
@@ -52,7 +49,7 @@ def synchronize(optimizer: CowClipOptimizer, model: tf.keras.Model) -> None:
 
 
 def reduce_gradients(
-    optimizer: CowClipOptimizer, pairs: Sequence[tuple[Any, tf.Variable]], *, scaled: bool = False
+    optimizer: Any, pairs: Sequence[tuple[Any, tf.Variable]], *, scaled: bool = False
 ) -> list[Any]:
     """Gradients and counts of the global batch; of sharded tables, those of this rank's rows.
 
@@ -83,7 +80,7 @@ def _with_nan_of(tables: list[Any], dense: list[Any]) -> list[Any]:
     return [g + tf.cast(nan, g.dtype) if isinstance(g, tf.Tensor) else g for g in dense]
 
 
-def _start(optimizer: CowClipOptimizer, variables: list[tf.Variable]) -> None:
+def _start(optimizer: Any, variables: list[tf.Variable]) -> None:
     if optimizer.awaits_rank_sync:
         raise ValueError(
             "On several ranks, fit needs the callback RankSync, first and last: sync = RankSync(); "

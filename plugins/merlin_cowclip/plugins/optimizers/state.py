@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.plugins.distributed.sharding import Shard
 
-if TYPE_CHECKING:
-    from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
+
+class TrainsModel:
+    """Base of `CowClipOptimizer`, by which the modules that it imports know it."""
 
 
 def training_state(model: mm.Model) -> dict[str, tf.Variable]:
@@ -47,7 +48,7 @@ def shards_of(model: mm.Model, state: Mapping[str, tf.Variable]) -> dict[str, Sh
     return {name: held[v.ref()] for name, v in state.items() if v.ref() in held}
 
 
-def optimizer_of(model: mm.Model) -> CowClipOptimizer:
+def optimizer_of(model: mm.Model) -> Any:
     """The `CowClipOptimizer` that a model is compiled with, or a ValueError."""
     optimizer = getattr(model, "optimizer", None)
     if (found := unwrapped(optimizer)) is not None:
@@ -58,12 +59,10 @@ def optimizer_of(model: mm.Model) -> CowClipOptimizer:
     )
 
 
-def unwrapped(optimizer: Any) -> CowClipOptimizer | None:
-    """An optimizer, within Keras's loss scaling or not, if it is ours."""
-    from merlin_cowclip.plugins.optimizers import cowclip  # which broadcasts its state
-
+def unwrapped(optimizer: Any) -> Any:
+    """A `CowClipOptimizer`, within Keras's loss scaling or not; `None` for another optimizer."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return inner if isinstance(inner, cowclip.CowClipOptimizer) else None
+    return inner if isinstance(inner, TrainsModel) else None
 
 
 def weights_of(model: mm.Model) -> dict[str, tf.Variable]:
