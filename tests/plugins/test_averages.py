@@ -58,4 +58,4 @@ def test_they_are_of_all_steps(update, in_graph, tmp_path):
 def test_what_is_not_offered():
     for options in ({"ema": 1.0}, {"ema": 0.9, "update": "deferred"}):
         with pytest.raises(ValueError, match="ema must be below 1, and update exact or lazy"):
-            CowClipOptimizer(HP, **options)
+            CowClipOptimizer(Hyperparameters(BATCH), **options)
