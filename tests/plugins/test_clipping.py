@@ -13,8 +13,9 @@ from hypothesis.extra import numpy as hnp
 
 import merlin_cowclip.plugins as plugins
 from merlin_cowclip.plugins import CLIP_RULES, clip_by_adaptive_column_norm
-from merlin_cowclip.plugins.optimizers.reference import Settings, clip
 from merlin_cowclip.plugins.scaling import ADAPTIVE_CLIPS, CLIPS, CONSTANT_CLIPS
+
+from .reference import Settings, clip
 
 FIELDS = 3
 FUNCTIONS = {name: getattr(plugins, f"clip_by_{name}_norm") for name in CLIP_RULES}
