@@ -23,7 +23,6 @@ with quiet_imports():
 
     from merlin_cowclip.models import MODELS
     from merlin_cowclip.models.ctr_block import embeddings_of
-    from merlin_cowclip.models.row_ranges import RowRanges
 
 
 def set_seeds(seed: int, *, deterministic: bool) -> None:
@@ -121,9 +120,8 @@ def warm_start_from(
             continue
         mine = layers[variable.ref()]  # new ids follow those of their field
         other, values = tables[mine.name], variable.numpy()
-        rows, old = RowRanges.of(mine.schema), RowRanges.of(other.schema)
         for field, size in other.cardinalities.items():
-            first, start = rows.first_row(field), old.first_row(field)
+            first, start = mine.first_row[field], other.first_row[field]
             values[first : first + size] = other.table[start : start + size].numpy()
         variable.assign(values)
 
