@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from merlin_cowclip.models import (
-    MODELS,
-    CTRBlock,
+from merlin_cowclip.models import MODELS
+from merlin_cowclip.models.blocks import (
     DCNBlock,
     DCNv2Block,
     DeepFMBlock,
@@ -22,7 +21,7 @@ from merlin_cowclip.models import (
     VectorCross,
     WideAndDeepBlock,
 )
-from merlin_cowclip.models.ctr_block import Probability
+from merlin_cowclip.models.ctr_block import CTRBlock, Probability
 from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags
 
 from .embeddings import column as ids_column

@@ -14,7 +14,8 @@ import pandas as pd
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.models import MODELS, DLRMBlock, deepfm
+from merlin_cowclip.models import MODELS, deepfm
+from merlin_cowclip.models.blocks import DLRMBlock
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
 from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags, mm, quiet_stack
 

@@ -60,7 +60,7 @@ def prepared(tmp_path_factory):
 @pytest.mark.parametrize("field", ["user", "item", "genres"])
 def test_rows_of_a_prepared_folder(prepared, field):
     layer = layer_of(schema=prepared.schema)
-    place, first = {"workflow": prepared.path / "workflow"}, layer._first_row[field]
+    place, first = {"workflow": prepared.path / "workflow"}, layer.first_row[field]
     counts = prepared.counts(field)
     assert len(counts) == layer.cardinalities[field] > 5
 
@@ -163,9 +163,7 @@ def test_rows_of_a_stock_workflow(stock, field, raw):
     layer = layer_of(schema=stock.output_schema)
     assert Path(layer.schema[field].properties["cat_path"]).is_absolute()
     ids = stock.transform(stock_log())[field]
-    assert (
-        layer.rows(field, stock_log()[field]).tolist() == (ids + layer._first_row[field]).tolist()
-    )
+    assert layer.rows(field, stock_log()[field]).tolist() == (ids + layer.first_row[field]).tolist()
     found = layer.to_df(field)["raw"].tolist()
     assert found == [None] * 3 + raw  # by falling frequency, then by value
     assert [type(one) for one in found[3:]] == [type(one) for one in raw]

@@ -9,8 +9,9 @@ import tensorflow as tf
 from merlin_cowclip.plugins.optimizers import catch_up as module
 from merlin_cowclip.plugins.optimizers.catch_up import AdamConstants, Rates
 from merlin_cowclip.plugins.optimizers.deferred import check_deferrable
-from merlin_cowclip.plugins.optimizers.reference import Settings
-from merlin_cowclip.plugins.optimizers.reference import adam as reference_step
+
+from .reference import Settings
+from .reference import adam as reference_step
 
 catch_up = tf.function(module.catch_up, autograph=False, reduce_retracing=True)
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from merlin_cowclip.plugins import CLIP_RULES, clip_by_adaptive_column_norm
-from merlin_cowclip.plugins.optimizers.reference import Settings, clip
 from merlin_cowclip.plugins.scaling import ADAPTIVE_CLIPS, CLIPS, CONSTANT_CLIPS
+
+from .reference import Settings, clip
 
 FIELDS = 3
 

@@ -11,9 +11,9 @@ import tensorflow as tf
 from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.plugins import CLIP_RULES, CowClipOptimizer, Hyperparameters
 from merlin_cowclip.plugins._tensorflow import mm
-from merlin_cowclip.plugins.optimizers.reference import REFERENCES, Settings
 
 from .merlin_models import Schema, category
+from .reference import REFERENCES, Settings
 
 pytestmark = pytest.mark.usefixtures("graphs_as_traced")
 A, B, STEPS, SAMPLES = 40, 25, 12, 16

@@ -13,9 +13,9 @@ import pytest
 import tensorflow as tf
 
 from merlin_cowclip.plugins import CowClipSokOptimizer
-from merlin_cowclip.plugins.optimizers.reference import Lazy, Settings
 
 from . import sok_stand_in
+from .reference import Lazy, Settings
 from .sok_cases import CASES, HP, check_alike, rows_of, trained_by_keras, trained_by_sok
 
 pytestmark = pytest.mark.extended

@@ -213,20 +213,17 @@ def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
 
 def in_half_precision(folder: Path, data: Path, rank: int, ranks: int) -> dict[str, Any]:
     """A run in mixed precision, whose model is loaded and trained further."""
-    tf.keras.mixed_precision.set_global_policy("mixed_float16")
-    try:
-        prepared = PreparedData.open(data)
-        config = TrainConfig(batch_size=18, epochs=1, embedding_dim=3, mlp=(6,))
-        saved = CheckpointConfig(saved_model=True)
-        run = train(prepared, config, folder / "half", checkpointing=saved, progress=False)
-        model = load_model(run.path / "model")
-        scaling, inner = model.optimizer, model.optimizer.inner_optimizer
-        found = [type(scaling).__name__, int(inner.iterations), float(inner.learning_rate)]
-        loader = Loader(prepared, batch_size=18, rank=rank, ranks=ranks)
-        model.fit(loader.dataset(), epochs=1, verbose=0)
-        weights = [float(np.abs(weight.astype(float)).sum()) for weight in model.get_weights()]
-    finally:
-        tf.keras.mixed_precision.set_global_policy("float32")
+    prepared = PreparedData.open(data)
+    half = {"precision": "mixed_float16", "embedding_dim": 3, "mlp": (6,)}
+    config = TrainConfig(batch_size=18, epochs=1, **half)
+    saved = CheckpointConfig(saved_model=True)
+    run = train(prepared, config, folder / "half", checkpointing=saved, progress=False)
+    model = load_model(run.path / "model")
+    scaling, inner = model.optimizer, model.optimizer.inner_optimizer
+    found = [type(scaling).__name__, int(inner.iterations), float(inner.learning_rate)]
+    loader = Loader(prepared, batch_size=18, rank=rank, ranks=ranks)
+    model.fit(loader.dataset(), epochs=1, verbose=0)
+    weights = [float(np.abs(weight.astype(float)).sum()) for weight in model.get_weights()]
     steps, rate = int(inner.iterations), config.hyperparameters.dense_lr
     return {"found": found, "rate": rate, "steps": steps, "weights": weights}
 

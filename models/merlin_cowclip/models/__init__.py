@@ -7,17 +7,7 @@ from importlib.metadata import version
 
 from merlin_cowclip.plugins import _tensorflow  # isort: skip  # noqa: F401  (imports Merlin quietly)
 
-from merlin_cowclip.models.blocks import (
-    DCNBlock,
-    DCNv2Block,
-    DeepFMBlock,
-    DLRMBlock,
-    FMBlock,
-    LogisticRegressionBlock,
-    VectorCross,
-    WideAndDeepBlock,
-)
-from merlin_cowclip.models.ctr_block import CTRBlock, embeddings_of
+from merlin_cowclip.models.ctr_block import embeddings_of
 from merlin_cowclip.models.embeddings import FusedEmbeddings
 from merlin_cowclip.models.networks import (
     MODELS,
@@ -35,16 +25,7 @@ __version__ = version("merlin-cowclip")
 
 __all__ = [
     "MODELS",
-    "CTRBlock",
-    "DCNBlock",
-    "DCNv2Block",
-    "DLRMBlock",
-    "DeepFMBlock",
-    "FMBlock",
     "FusedEmbeddings",
-    "LogisticRegressionBlock",
-    "VectorCross",
-    "WideAndDeepBlock",
     "dcn",
     "dcn_v2",
     "deepfm",

@@ -19,7 +19,10 @@ _registered = tf.keras.utils.register_keras_serializable(package="merlin_cowclip
 
 @_registered
 class LogisticRegressionBlock(CTRBlock):
-    """Logit = Σ_i w_i: only the linear part."""
+    """Logistic regression: logit = Σ_i w_i, one weight per id and continuous feature, and a bias.
+
+    `embedding_dim`, `mlp` and `stddev` have no effect: it has neither embeddings nor layers.
+    """
 
     has_embeddings = False
     has_deep = False
@@ -27,13 +30,17 @@ class LogisticRegressionBlock(CTRBlock):
 
 @_registered
 class WideAndDeepBlock(CTRBlock):
-    """Logit = deep + Σ_i w_i (Cheng et al. 2016, equation 3, without crossed features)."""
+    """Wide & Deep as in the paper (Section 4.1, Appendix A; 0.431M network weights on Criteo).
+
+    Logit = deep + Σ_i w_i (Cheng et al. 2016, equation 3, without crossed features).
+    """
 
 
 @_registered
 class DeepFMBlock(CTRBlock):
-    """Logit = deep + Σ_i w_i + Σ_{i<j} ⟨v_i, v_j⟩ (Guo et al. 2017, equations 1 to 3).
+    """DeepFM as in the paper (Section 4.1, Appendix A; 0.431M network weights on Criteo).
 
+    Logit = deep + Σ_i w_i + Σ_{i<j} ⟨v_i, v_j⟩ (Guo et al. 2017, equations 1 to 3).
     Merlin's own `FMBlock`, and with it `mm.DeepFMModel`, hands `FMPairwiseInteraction` b×d×F
     instead of b×F×d, and so adds up products within a field instead of between fields.
     """
@@ -51,7 +58,10 @@ class DeepFMBlock(CTRBlock):
 
 @_registered
 class FMBlock(DeepFMBlock):
-    """Logit = Σ_i w_i + Σ_{i<j} ⟨v_i, v_j⟩ (Rendle 2010, equation 1)."""
+    """Factorization machine of second order over the ids; continuous features enter linearly.
+
+    Logit = Σ_i w_i + Σ_{i<j} ⟨v_i, v_j⟩ (Rendle 2010, equation 1). `mlp` has no effect.
+    """
 
     has_deep = False
 
@@ -96,7 +106,10 @@ class VectorCross(tf.keras.layers.Layer):
 
 @_registered
 class DCNBlock(CTRBlock):
-    """Logit = deep + Σ_i w_i + uᵀ x_L, x_L from `VectorCross` over x."""
+    """Deep & Cross with vectors as in the paper (Section 4.1, Appendix A; 0.433M network weights).
+
+    Logit = deep + Σ_i w_i + uᵀ x_L, x_L from `VectorCross` over x.
+    """
 
     def __init__(self, schema: Schema, *, cross_layers: int = 3, **kwargs: Any) -> None:
         super().__init__(schema, **kwargs)
@@ -120,8 +133,9 @@ class DCNBlock(CTRBlock):
 
 @_registered
 class DCNv2Block(DCNBlock):
-    """As `DCNBlock`, with x_{l+1} = x_0 ⊙ (W_l x_l + b_l) + x_l from Merlin's `CrossBlock`.
+    """Deep & Cross with matrices as in the paper (Section 4.1, Appendix A; 0.655M network weights).
 
+    As `DCNBlock`, with x_{l+1} = x_0 ⊙ (W_l x_l + b_l) + x_l from Merlin's `CrossBlock`.
     W_l is n×n (Wang et al. 2021, equation 1), or U_l V_lᵀ of rank `low_rank_dim` (equation 2).
     """
 
@@ -145,10 +159,11 @@ class DCNv2Block(DCNBlock):
 
 @_registered
 class DLRMBlock(CTRBlock):
-    """Logit = top MLP over [z_0, ⟨z_i, z_j⟩ for i > j], z_0 the bottom MLP's output.
+    """DLRM, the baseline of the paper's Tables 5 and 11 (Naumov et al. 2019, Section 2).
 
-    Naumov et al. 2019, Section 2; the other z_i are embeddings. No linear part, and, without
-    continuous features, no z_0. The function is that of Merlin's `DLRMBlock`, on one table.
+    Logit = top MLP over [z_0, ⟨z_i, z_j⟩ for i > j], z_0 the bottom MLP's output of the continuous
+    features, the other z_i embeddings. No linear part, and, without continuous features, no z_0.
+    The function is that of Merlin's `DLRMBlock`, on one table.
     """
 
     has_linear = False

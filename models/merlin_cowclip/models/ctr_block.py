@@ -10,8 +10,7 @@ from typing import Any
 from merlin.models.utils.schema_utils import tensorflow_metadata_json_to_schema
 from merlin.schema import Schema, Tags
 
-from merlin_cowclip.models.embeddings import FusedEmbeddings, plain_combiner
-from merlin_cowclip.models.schemas import schema_text
+from merlin_cowclip.models.embeddings import FusedEmbeddings, plain_combiner, schema_text
 from merlin_cowclip.plugins._checks import layer_units, unsavable_names, whole_number
 from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.plugins.scaling import check_number
@@ -27,18 +26,8 @@ class CTRBlock(tf.keras.layers.Layer):
     deep stream is an MLP over x, the F·d embedded values and the continuous features. A network is
     a subclass that says which of these it has.
 
-    Args:
-      schema: columns tagged `Tags.CATEGORICAL` and `Tags.CONTINUOUS`; targets are left out.
-      embedding_dim: width d of the embeddings.
-      mlp: units of the deep stream's ReLU layers.
-      stddev: standard deviation σ of the initial embeddings.
-      combiner: how a list column's embeddings become one; see `FusedEmbeddings`.
-      sharded: whether the ranks share the tables' rows; see `FusedEmbeddings`.
-
-    Input: dict of features as `mm.Model` prepares them. Output: logit, b×1.
-
-    Raises:
-      ValueError: no categorical column, a continuous list column, or an argument out of range.
+    Arguments and errors are those of the builders, `networks.py`. Input: dict of features as
+    `mm.Model` prepares them. Output: logit, b×1.
     """
 
     has_linear = True

@@ -7,20 +7,32 @@ One variable instead of one per field: 26 small tables cost 26 times every kerne
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from merlin.models.config.schema import SchemaMixin
-from merlin.models.utils.schema_utils import tensorflow_metadata_json_to_schema
+from merlin.models.utils.schema_utils import (
+    schema_to_tensorflow_metadata_json,
+    tensorflow_metadata_json_to_schema,
+)
 from merlin.schema import ColumnSchema, Schema, Tags
+from numpy.typing import NDArray
 
 from merlin_cowclip.models.id_check import IdCheck
-from merlin_cowclip.models.initial_rows import draw_rows, draw_shard, untrained_rows
-from merlin_cowclip.models.row_ranges import RowRanges, cardinality
-from merlin_cowclip.models.rows_by_raw_id import RowsByRawId
-from merlin_cowclip.models.schemas import schema_text
-from merlin_cowclip.models.vocabulary import PADDING_ID, Ids, is_encoded
+from merlin_cowclip.models.table_rows import draw_rows, draw_shard, row_ranges, untrained_rows
+from merlin_cowclip.models.vocabulary import (
+    PADDING_ID,
+    Folder,
+    Ids,
+    cardinality,
+    ids_of_raw,
+    is_encoded,
+    known_rows,
+    raw_of_ids,
+)
 from merlin_cowclip.plugins import Lookup, TableSpec
 from merlin_cowclip.plugins._checks import whole_number
 from merlin_cowclip.plugins._tensorflow import tf
@@ -51,11 +63,11 @@ class _Rows(NamedTuple):
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class FusedEmbeddings(SchemaMixin, RowsByRawId):
+class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
     """Looks up all categorical fields of a schema in one V×d table.
 
-    Int domain k has the rows `row_offsets[k]` to `row_offsets[k + 1]`; id i of a field of domain k
-    is row `row_offsets[k] + i`. Fields whose domains have one name share its rows, as in Merlin's
+    Int domain k has the rows `row_offsets[k]` to `row_offsets[k + 1]`; id i of a field is row
+    `first_row[field] + i`. Fields whose domains have one name share its rows, as in Merlin's
     `mm.Embeddings`, and the count of a row adds up over them. Rows of padding (id 0) and unknown
     ids (id 2), or those that prepared data counts no training row of, start at zero: untrained,
     they would be noise at serving time.
@@ -124,12 +136,11 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
 
     def _set_columns(self, columns: Sequence[ColumnSchema]) -> None:
         """Take the fields' columns: which rows each has, in a table that is to be built."""
-        ranges = RowRanges.of(columns)
-        self.row_offsets = ranges.offsets
+        self.row_offsets, range_of = row_ranges(columns)
         self.cardinalities = {c.name: cardinality(c) for c in columns}
         self._schema = Schema(columns)  # set_schema takes the first alone
-        self._first_row = {name: ranges.first_row(name) for name in self.fields}
-        self._zero_rows = untrained_rows(columns, ranges)
+        self.first_row = {name: self.row_offsets[range_of[name]] for name in self.fields}
+        self._zero_rows = untrained_rows(columns, self.first_row)
         self._spec = TableSpec(
             name=self.name,
             layer=self,
@@ -137,7 +148,7 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
             row_offsets=self.row_offsets,
             columns=tuple(columns),
             width=self.dim,
-            range_of_column=tuple(ranges.range_of[name] for name in self.fields),
+            range_of_column=tuple(range_of[name] for name in self.fields),
             set_variable=functools.partial(setattr, self, "table"),
             uses_gather=True,
         )
@@ -212,7 +223,7 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
             lookup = Lookup(
                 feature or name,
                 ids,
-                first_row=self._first_row[name],
+                first_row=self.first_row[name],
                 padding=self._padding(name, ids) if name in self.list_fields else None,
                 check=found.check,
             )
@@ -232,7 +243,7 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
             of_lists = {name: self._list(name, given[name], check) for name in lists}
             return _Rows(rows, of_lists, check.answer())
 
-        of_field = [(name, self._first_row[name], self.cardinalities[name]) for name in given]
+        of_field = [(name, self.first_row[name], self.cardinalities[name]) for name in given]
         ids = tf.nest.flatten(list(given.values()), expand_composites=True)
         return once_per_graph(("rows", len(one_hot), *of_field), ids, find)
 
@@ -260,7 +271,7 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
     def _rows(self, ids: tf.Tensor, fields: Sequence[str], check: IdCheck) -> tf.Tensor:
         """Ids n×F of F fields to row numbers; an id out of range is left to the check."""
         ids = check.add(ids, fields, [self.cardinalities[name] for name in fields])
-        return ids + tf.constant([[self._first_row[name] for name in fields]], tf.int64)
+        return ids + tf.constant([[self.first_row[name] for name in fields]], tf.int64)
 
     def _list(self, name: str, ids: Any, check: IdCheck) -> _List:
         """Row numbers of a list column."""
@@ -307,6 +318,97 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
             return tf.TensorShape([batch, len(self.fields), self.dim])
         return {name: tf.TensorShape([batch, self.dim]) for name in self.fields}
 
+    def rows(self, field: str, raw_ids: Any, *, workflow: Folder = None) -> Ids:
+        """The table's rows of some raw ids of a field.
+
+        Args:
+          field: one of `fields`.
+          raw_ids: n, text as in counts/ or whole numbers: 1382, 1382.0 and "1382" are one id. A
+            missing one (None, NaN; in prepared data empty text as well) has the row of missing ids,
+            one that the vocabulary does not contain the row of unknown ids. The ids of a field that
+            no Categorify encoded are its raw ids, from 0.
+          workflow: the folder of the saved NVTabular workflow, if the schema does not name it.
+
+        Returns:
+          n, int64.
+
+        Raises:
+          ValueError: no such field, no vocabulary (see `read_vocabulary`), a raw id that is neither
+            text nor a whole number; or an unknown one where the workflow hashes them.
+        """
+        self._check_field(field)
+        return ids_of_raw(self.schema[field], raw_ids, workflow) + self.first_row[field]
+
+    def to_df(self, field: str, *, workflow: Folder = None) -> pd.DataFrame:
+        """The rows of one field with their raw ids; of a sharded table, on all ranks at once.
+
+        Args:
+          field: one of `fields`.
+          workflow: as in `rows`.
+
+        Returns:
+          Index `id`: 0 to cardinality - 1. Columns: `raw` (None for padding, missing and unknown
+          ids, and for all ids of a field that a workflow hashed or changed), then "0" to "d-1", as
+          Merlin's tables name them.
+
+        Raises:
+          ValueError: no such field, no vocabulary, or the layer is not built.
+        """
+        self._check_field(field)
+        raw = raw_of_ids(self.schema[field], workflow)
+        self._whole_table()  # refuses a layer that is not built
+        found = self._spec.gather(tf.range(len(raw), dtype=tf.int64) + self.first_row[field])
+        frame = pd.DataFrame(found.numpy(), columns=[str(i) for i in range(self.dim)])
+        frame.insert(0, "raw", pd.Series(raw, dtype=object))
+        return frame.rename_axis("id")
+
+    def load_rows(
+        self, field: str, values: pd.DataFrame | NDArray[Any], *, workflow: Folder = None
+    ) -> int:
+        """Set rows of one field to given, for instance pretrained, ones. Builds the table.
+
+        Of a sharded table, on all ranks at once, with the same rows.
+
+        Args:
+          field: one of `fields`.
+          values: a frame of d columns whose index holds raw ids, in any order (`to_df(field)`
+            gives one by `.dropna(subset="raw").set_index("raw")`); columns named "0" to "d-1" go by
+            name, others by position. Or an array cardinality×d, row i for id i.
+          workflow: as in `rows`.
+
+        Returns:
+          How many rows were set: ids of the frame that the field does not know are left out.
+
+        Raises:
+          ValueError: no such field, another shape, values that are not finite, a raw id twice, or
+            none that the field knows; a field without raw ids. Nothing is changed then.
+        """
+        self._check_field(field)
+        ids = np.arange(self.cardinalities[field])
+        if isinstance(values, pd.DataFrame):
+            ids, values = known_rows(self.schema[field], values, workflow)
+            by_name, names = values.rename(columns=str), [str(i) for i in range(self.dim)]
+            values = by_name[names] if sorted(by_name.columns) == sorted(names) else values
+        given = np.asarray(values, tf.as_dtype(self.variable_dtype).as_numpy_dtype)
+        if given.shape != (len(ids), self.dim):
+            raise ValueError(
+                f"rows of field {field!r} must be {len(ids)}×{self.dim}. Received: "
+                f"{'×'.join(map(str, given.shape))}"
+            )
+        finite = np.isfinite(given).all(axis=1)
+        if not finite.all():
+            bad = int(np.argmin(finite))
+            raise ValueError(f"rows of field {field!r} must be finite. Received: row {bad}")
+        self._ensure_built()
+        table, rows, shard = self._whole_table(), ids + self.first_row[field], self._spec.shard
+        if shard is not None:
+            mine = rows % shard.size == shard.rank
+            rows, given = shard.local_row(rows[mine]), given[mine]
+        # Not scatter_nd_update: it would mark the table as sparsely used (`TableSpec.gather`).
+        whole = tf.convert_to_tensor(table)
+        table.assign(tf.tensor_scatter_nd_update(whole, rows[:, np.newaxis], given))
+        return len(ids)
+
     def keep_ids(self, ids: Mapping[str, Ids]) -> None:
         """Keep only these ids' rows, to predict with: id `ids[i]` becomes id i.
 
@@ -317,14 +419,12 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
           ValueError: the table is sharded.
         """
         check_whole([self._spec], "a smaller table")
-        table, before = self._whole_table(), self._first_row
-        columns = []
+        table, columns = self._whole_table(), []
         for column in self.schema:
             domain = {**column.properties["domain"], "max": len(ids[column.name]) - 1}
             columns.append(column.with_properties({"domain": domain}))
-        ranges = RowRanges.of(columns)
-        of_domain = {ranges.range_of[name]: before[name] + ids[name] for name in self.fields}
-        rows = np.concatenate([of_domain[number] for number in range(len(of_domain))])
+        rows_of = {self.first_row[name]: self.first_row[name] + ids[name] for name in self.fields}
+        rows = np.concatenate([rows_of[first] for first in self.row_offsets[:-1]])
         self._set_columns(columns)
         self.table = tf.Variable(tf.gather(table, rows), name=table.name.partition(":")[0])
 
@@ -407,3 +507,14 @@ def plain_combiner(combiner: str | Mapping[str, str]) -> str | dict[str, str]:
                 f"combiner={one!r}"
             )
     return plain
+
+
+def schema_text(schema: Schema) -> str:
+    """JSON in Merlin's format with keys and tags in order: one text for one schema.
+
+    Merlin keeps tags in a set, and writes properties in whatever order the schema got them.
+    """
+    described = json.loads(schema_to_tensorflow_metadata_json(schema))
+    for feature in described.get("feature", ()):
+        feature["annotation"].get("tag", []).sort()
+    return json.dumps(described, sort_keys=True)

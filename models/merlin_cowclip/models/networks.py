@@ -1,153 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's networks as Merlin models: one builder each."""
+"""The paper's networks as Merlin models: a builder for each block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TypeAlias
-
-from merlin.schema import Schema
+from typing import Any
 
 from merlin_cowclip.models import blocks
-from merlin_cowclip.models.ctr_block import as_model
+from merlin_cowclip.models.ctr_block import CTRBlock, as_model
 from merlin_cowclip.plugins._tensorflow import mm
 
-Combiner: TypeAlias = str | Mapping[str, str]
+_ARGUMENTS = """
+
+Args:
+  schema: categorical and continuous columns and one target.
+  embedding_dim: width of the embeddings.
+  mlp: units of the deep stream's ReLU layers; of `dlrm` those of the top MLP.
+  stddev: standard deviation σ of the initial embeddings (1e-2 with CowClip, 1e-4 without).
+  combiner: how a list column's embeddings become one: "mean", "sum" or "sqrtn", for all or by
+    column.
+  sharded: whether the ranks of Horovod share the tables' rows (see `FusedEmbeddings`).
+  cross_layers: of `dcn` and `dcn_v2`, depth of the cross stream.
+  low_rank_dim: of `dcn_v2`, rank of the cross matrices; `None` is full rank, as in the paper.
+  bottom_mlp: of `dlrm`, units of the bottom MLP's ReLU layers, which a layer of width
+    `embedding_dim` follows.
+
+Raises:
+  ValueError: the schema has no categorical column or not exactly one target, or an argument
+    is out of range.
+"""
 
 
-def lr(
-    schema: Schema,
-    *,
-    embedding_dim: int = 10,
-    mlp: Sequence[int] = (400, 400, 400),
-    stddev: float = 1e-2,
-    combiner: Combiner = "mean",
-    sharded: bool = False,
-) -> mm.Model:
-    """Logistic regression: one weight per id and continuous feature, and a bias.
+def _builder(name: str, block: type[CTRBlock]) -> Callable[..., mm.Model]:
+    """`(schema, *, …)` → model, with the arguments of the block and of its bases."""
+    parameters: dict[str, inspect.Parameter] = {}
+    for base in reversed(block.__mro__):
+        if issubclass(base, CTRBlock):
+            parameters.update(inspect.signature(base).parameters)
+    del parameters["kwargs"]
+    signature = inspect.Signature([*parameters.values()], return_annotation="mm.Model")
 
-    Arguments and errors are those of `deepfm`. `embedding_dim`, `mlp` and `stddev` have no effect:
-    this network has neither embeddings nor layers.
-    """
-    return as_model(blocks.LogisticRegressionBlock, **locals())
+    def build(*args: Any, **options: Any) -> mm.Model:
+        given = signature.bind(*args, **options)
+        return as_model(block, *given.args, **given.kwargs)
 
-
-def fm(
-    schema: Schema,
-    *,
-    embedding_dim: int = 10,
-    mlp: Sequence[int] = (400, 400, 400),
-    stddev: float = 1e-2,
-    combiner: Combiner = "mean",
-    sharded: bool = False,
-) -> mm.Model:
-    """Factorization machine of second order over the ids; continuous features enter linearly.
-
-    Arguments and errors are those of `deepfm`. `mlp` has no effect: this network has no layers.
-    """
-    return as_model(blocks.FMBlock, **locals())
+    build.__name__ = build.__qualname__ = name
+    build.__doc__ = f"{inspect.getdoc(block)}{_ARGUMENTS}"
+    build.__signature__ = signature  # type: ignore[attr-defined]
+    return build
 
 
-def wide_and_deep(
-    schema: Schema,
-    *,
-    embedding_dim: int = 10,
-    mlp: Sequence[int] = (400, 400, 400),
-    stddev: float = 1e-2,
-    combiner: Combiner = "mean",
-    sharded: bool = False,
-) -> mm.Model:
-    """Wide & Deep as in the paper (Section 4.1, Appendix A; 0.431M network weights on Criteo).
-
-    Arguments and errors are those of `deepfm`.
-    """
-    return as_model(blocks.WideAndDeepBlock, **locals())
-
-
-def deepfm(
-    schema: Schema,
-    *,
-    embedding_dim: int = 10,
-    mlp: Sequence[int] = (400, 400, 400),
-    stddev: float = 1e-2,
-    combiner: Combiner = "mean",
-    sharded: bool = False,
-) -> mm.Model:
-    """DeepFM as in the paper (Section 4.1, Appendix A; 0.431M network weights on Criteo).
-
-    Args:
-      schema: categorical and continuous columns and one target.
-      embedding_dim: width of the embeddings.
-      mlp: units of the deep stream's ReLU layers.
-      stddev: standard deviation σ of the initial embeddings (1e-2 with CowClip, 1e-4 without).
-      combiner: how a list column's embeddings become one: "mean", "sum" or "sqrtn", for all or by
-        column.
-      sharded: whether the ranks of Horovod share the tables' rows (see `FusedEmbeddings`).
-
-    Raises:
-      ValueError: the schema has no categorical column or not exactly one target, or an argument
-        is out of range.
-    """
-    return as_model(blocks.DeepFMBlock, **locals())
-
-
-def dcn(
-    schema: Schema,
-    *,
-    embedding_dim: int = 10,
-    mlp: Sequence[int] = (400, 400, 400),
-    stddev: float = 1e-2,
-    combiner: Combiner = "mean",
-    sharded: bool = False,
-    cross_layers: int = 3,
-) -> mm.Model:
-    """Deep & Cross with vectors as in the paper (Section 4.1, Appendix A; 0.433M network weights).
-
-    Arguments and errors are those of `deepfm`, and `cross_layers`, the depth of the cross stream.
-    """
-    return as_model(blocks.DCNBlock, **locals())
-
-
-def dcn_v2(
-    schema: Schema,
-    *,
-    embedding_dim: int = 10,
-    mlp: Sequence[int] = (400, 400, 400),
-    stddev: float = 1e-2,
-    combiner: Combiner = "mean",
-    sharded: bool = False,
-    cross_layers: int = 3,
-    low_rank_dim: int | None = None,
-) -> mm.Model:
-    """Deep & Cross with matrices as in the paper (Section 4.1, Appendix A; 0.655M network weights).
-
-    Arguments and errors are those of `dcn`, and `low_rank_dim`, the rank of the cross matrices;
-    `None` is full rank, as in the paper's formula.
-    """
-    return as_model(blocks.DCNv2Block, **locals())
-
-
-def dlrm(
-    schema: Schema,
-    *,
-    embedding_dim: int = 10,
-    mlp: Sequence[int] = (400, 400, 400),
-    stddev: float = 1e-2,
-    combiner: Combiner = "mean",
-    sharded: bool = False,
-    bottom_mlp: Sequence[int] = (512, 256, 64),
-) -> mm.Model:
-    """DLRM, the baseline of the paper's Tables 5 and 11.
-
-    Arguments and errors are those of `deepfm`. `mlp` are the units of the top MLP's ReLU layers,
-    `bottom_mlp` those of the bottom MLP's, which a layer of width `embedding_dim` follows. The
-    bottom MLP takes the continuous features; without any there is none.
-    """
-    return as_model(blocks.DLRMBlock, **locals())
-
-
+_BLOCKS: Mapping[str, type[CTRBlock]] = {
+    "lr": blocks.LogisticRegressionBlock,
+    "fm": blocks.FMBlock,
+    "wide_and_deep": blocks.WideAndDeepBlock,
+    "deepfm": blocks.DeepFMBlock,
+    "dcn": blocks.DCNBlock,
+    "dcn_v2": blocks.DCNv2Block,
+    "dlrm": blocks.DLRMBlock,
+}
 MODELS: Mapping[str, Callable[..., mm.Model]] = MappingProxyType(
-    {made.__name__: made for made in (lr, fm, wide_and_deep, deepfm, dcn, dcn_v2, dlrm)}
+    {name: _builder(name, block) for name, block in _BLOCKS.items()}
 )
 """Name → builder: `(schema, *, embedding_dim, mlp, stddev, combiner, sharded, …)`."""
+
+lr, fm, wide_and_deep, deepfm, dcn, dcn_v2, dlrm = MODELS.values()

@@ -20,6 +20,18 @@ PADDING_ID, MISSING_ID, UNKNOWN_ID = 0, 1, 2
 """NVTabular's ids; real ids start at 3."""
 
 
+def cardinality(column: ColumnSchema) -> int:
+    """Ids of a categorical column, special ones included; a ValueError without an int domain."""
+    domain = column.int_domain
+    if domain is None or domain.max is None:
+        raise ValueError(
+            f"Column {column.name!r} must have an int domain with a max (its cardinality - 1), as "
+            "Categorify writes it. Behind another operator, such as Bucketize, set it: "
+            "column.with_properties({'domain': {'min': 0, 'max': 9}})."
+        )
+    return int(domain.max) + 1
+
+
 def has_raw_ids(column: ColumnSchema) -> bool:
     """Whether `merlin-cowclip adopt` found that no operator hashed or changed a field's raw ids."""
     return not column.properties.get("no_raw_ids")
@@ -39,8 +51,8 @@ def read_vocabulary(column: ColumnSchema, workflow: Folder = None) -> pd.Series[
         `None` reads `cat_path`.
 
     Raises:
-      ValueError: the file is missing or of combined columns; raw ids are neither text nor integers,
-        or the workflow hashed or changed them.
+      ValueError: the file is missing, of combined columns or of another workflow; raw ids are
+        neither text nor integers, or the workflow hashed or changed them.
     """
     name = column.name
     if not has_raw_ids(column):
@@ -49,8 +61,7 @@ def read_vocabulary(column: ColumnSchema, workflow: Folder = None) -> pd.Series[
             "workflow.transform."
         )
     if not is_encoded(column):
-        domain = column.int_domain
-        ids = np.arange((domain.max if domain else -1) + 1)
+        ids = np.arange(cardinality(column))
         return pd.Series(ids, index=ids, name="raw")
     named = str(column.properties["cat_path"])
     path = Path(named)
@@ -80,7 +91,69 @@ def read_vocabulary(column: ColumnSchema, workflow: Folder = None) -> pd.Series[
             f"The raw ids of field {name!r} must be text or integers. Received: {kind} in {path}. "
             "Take ids from workflow.transform."
         )
+    if len(raw) and raw.index.max() != cardinality(column) - 1:
+        raise ValueError(
+            f"the vocabulary of field {name!r} must end with the last id of its cardinality, "
+            f"{cardinality(column) - 1}. Received: id {raw.index.max()}. It is another workflow's "
+            "than the schema."
+        )
     return raw
+
+
+def raw_of_ids(column: ColumnSchema, workflow: Folder) -> NDArray[Any]:
+    """The raw id of each id of a field; `None` of ids without one."""
+    raw = np.full(cardinality(column), None, object)
+    if has_raw_ids(column):
+        vocabulary = read_vocabulary(column, workflow)
+        raw[vocabulary.index] = vocabulary.astype(object)
+    return raw
+
+
+def ids_of_raw(column: ColumnSchema, raw_ids: Any, workflow: Folder) -> Ids:
+    """Ids of n raw ids as the field's workflow encodes them, n; see `FusedEmbeddings.rows`."""
+    given, encoded = column.properties, is_encoded(column)
+    missing = UNKNOWN_ID if given.get("missing_as_unknown") else MISSING_ID
+    ids = encode(
+        read_vocabulary(column, workflow),
+        raw_ids,
+        missing=missing if encoded else -1,
+        unknown=UNKNOWN_ID if encoded and int(given.get("num_buckets") or 1) == 1 else -1,
+        empty_is_missing=bool(given.get("empty_is_missing")),
+    )
+    if (ids < 0).any():
+        bad = list(raw_ids)[int(np.argmax(ids < 0))]
+        reason = f"its ids are whole numbers from 0 to {cardinality(column) - 1}"
+        if encoded:
+            reason = "the workflow hashes unknown ids"
+        raise ValueError(
+            f"Field {column.name!r} has no row for the raw id {bad!r}: {reason}. Take the id from "
+            "workflow.transform."
+        )
+    return ids
+
+
+def known_rows(
+    column: ColumnSchema, frame: pd.DataFrame, workflow: Folder
+) -> tuple[Ids, pd.DataFrame]:
+    """The rows of a frame with a raw id, its index, that the field knows; and their ids."""
+    name = column.name
+    if "raw" in frame or (frame.index.name == "id" and is_encoded(column)):
+        raise ValueError(
+            f"The index of a frame of rows of field {name!r} must be raw ids. Of a frame of "
+            "to_df, give .dropna(subset='raw').set_index('raw')."
+        )
+    ids = encode(read_vocabulary(column, workflow), frame.index, missing=-1, unknown=-1)
+    known = frame[ids >= 0]
+    again = pd.Series(ids[ids >= 0]).duplicated().to_numpy()
+    if again.any():  # 7 and "7" are one id
+        twice = known.index[again].tolist()[0]
+        raise ValueError(f"raw ids of field {name!r} must be unique. Received: {twice!r}")
+    if not len(known):
+        raise ValueError(
+            f"raw ids of field {name!r} must be in its vocabulary. Received: {len(ids)} ids, "
+            f"none of which is: {list(frame.index[:3])}"
+        )
+    return ids[ids >= 0], known
 
 
 def encode(

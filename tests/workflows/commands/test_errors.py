@@ -453,7 +453,7 @@ def tuned(toy_data, tmp_path) -> Path:
     folder.mkdir()
     on = {"data": str(toy_data), "data_sha256": identity_of(data), "columns": columns_of(data)}
     for name, content in (
-        ("tune.json", {"format": FORMAT_VERSION, "config": {}, "precision": "float32", **on}),
+        ("tune.json", {"format": FORMAT_VERSION, "config": {}, **on}),
         ("tuned.json", TrainConfig(batch_size=64, rule="none", base_batch_size=64).to_dict()),
         ("result.json", {}),
     ):

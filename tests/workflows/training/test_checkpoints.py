@@ -134,31 +134,6 @@ def test_early_stopping(data, tmp_path):
             resume(out, epochs=epochs, progress=False)
 
 
-@pytest.mark.extended
-def test_a_run_in_half_precision(data, tmp_path, graphs_rewritten):
-    """Keras wraps the optimizer, for its loss scaling, which the checkpoints hold as well."""
-    checkpointing = CheckpointConfig(saved_model=False)
-    tf.keras.mixed_precision.set_global_policy("mixed_float16")
-    try:
-        run = train(
-            data, config(epochs=1), tmp_path / "run", checkpointing=checkpointing, progress=False
-        )
-        further = resume(run.path, epochs=2, progress=False)
-        model, measured = further.model(), further.result["epochs"][-1]
-        valid = Loader(data, "valid", batch_size=256)
-        assert evaluate(model, valid).auc == pytest.approx(measured["valid_auc"], abs=1e-6)
-    finally:
-        tf.keras.mixed_precision.set_global_policy("float32")
-    for step in steps_of(further):
-        path = Checkpoints(run.path / "checkpoints").path(step) / "state"
-        tensors = tf.train.load_checkpoint(str(path)).get_variable_to_shape_map()
-        assert len([name for name in tensors if name.startswith("state/loss_scale_")]) == 2
-    with pytest.raises(UserError, match="precision 'mixed_float16', and .* has 'float32'"):
-        resume(run.path, epochs=3, progress=False)
-    quality = evaluate(further.model(), valid)  # in float32
-    assert quality.auc == pytest.approx(measured["valid_auc"], abs=1e-3)
-
-
 def test_progress_of_equal_epochs_is_bests_first():
     epochs = [{"epoch": e, "valid_auc": auc} for e, auc in ((1, 0.6), (2, 0.7), (3, 0.7))]
     assert Progress(epochs).best == 2

@@ -61,7 +61,7 @@ class TuneConfig:
       epochs: the most that a trial trains.
       rows: training rows, which scale the portfolio; `tune` takes the data's.
       seed: of the hold-out, the search, and the weights and row order of trials.
-      deterministic: as in `TrainConfig`.
+      deterministic, precision: as in `TrainConfig`.
 
     Raises a UserError for a value out of range, or a base with what is not searched.
     """
@@ -73,6 +73,7 @@ class TuneConfig:
     rows: int | None = None
     seed: int = 1234
     deterministic: bool = True
+    precision: str = "float32"
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -161,7 +162,7 @@ class TuneConfig:
         return TrainConfig(**own, rule="none", base_batch_size=self.batch_size)
 
     def _shared(self) -> dict[str, Any]:
-        names = ("batch_size", "epochs", "seed", "deterministic")
+        names = ("batch_size", "epochs", "seed", "deterministic", "precision")
         return {**self.network, **{name: getattr(self, name) for name in names}}
 
 

@@ -44,7 +44,7 @@ with quiet_imports():
     from optuna.trial import FrozenTrial, TrialState
     from sqlalchemy.pool import NullPool
 
-    from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
+    from merlin_cowclip.plugins._tensorflow import quiet_stack
     from merlin_cowclip.workflows.training.builder import network
     from merlin_cowclip.workflows.training.runs import columns_of, environment, identity_of
     from merlin_cowclip.workflows.training.train import as_user_errors, check_trainable
@@ -103,7 +103,6 @@ def tune(
         **{"format": tuned.FORMAT_VERSION, "data": str(data.path.resolve())},
         **{"data_sha256": identity_of(data), "columns": columns_of(data)},
         **{"cardinalities": data.cardinalities, "config": dataclasses.asdict(config)},
-        "precision": tf.keras.mixed_precision.global_policy().name,
     }
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     stopping = Stopping()

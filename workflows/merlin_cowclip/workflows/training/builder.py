@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ with quiet_imports():
 
     from merlin_cowclip.models import MODELS
     from merlin_cowclip.models.ctr_block import embeddings_of
-    from merlin_cowclip.models.row_ranges import RowRanges
 
 
 def set_seeds(seed: int, *, deterministic: bool) -> None:
@@ -31,6 +31,17 @@ def set_seeds(seed: int, *, deterministic: bool) -> None:
     tf.keras.utils.set_random_seed(seed)
     if deterministic:
         tf.config.experimental.enable_op_determinism()
+
+
+@contextlib.contextmanager
+def precision_policy(config: TrainConfig) -> Iterator[None]:
+    """Give the layers that are made and built within the precision of a configuration."""
+    before = tf.keras.mixed_precision.global_policy()
+    tf.keras.mixed_precision.set_global_policy(config.precision)
+    try:
+        yield
+    finally:
+        tf.keras.mixed_precision.set_global_policy(before)
 
 
 def network(config: TrainConfig, schema: Schema) -> mm.Model:
@@ -89,9 +100,10 @@ def restored_model(
     text = schema.read_text(encoding="utf-8")
     config = dataclasses.replace(config, tables="replicated")  # whole, wherever it is called
     is_deferred = config.update == "deferred"
-    model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
-    optimizer = compile_model(config, model, updates=1, batches=1) if is_deferred else None
-    model(dummy_batch(record))
+    with precision_policy(config):
+        model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
+        optimizer = compile_model(config, model, updates=1, batches=1) if is_deferred else None
+        model(dummy_batch(record))
     if optimizer is None:
         checkpoint.read(weights_of(model))
     else:  # rows wait for what they missed, with the moments that say what that does to them
@@ -121,9 +133,8 @@ def warm_start_from(
             continue
         mine = layers[variable.ref()]  # new ids follow those of their field
         other, values = tables[mine.name], variable.numpy()
-        rows, old = RowRanges.of(mine.schema), RowRanges.of(other.schema)
         for field, size in other.cardinalities.items():
-            first, start = rows.first_row(field), old.first_row(field)
+            first, start = mine.first_row[field], other.first_row[field]
             values[first : first + size] = other.table[start : start + size].numpy()
         variable.assign(values)
 

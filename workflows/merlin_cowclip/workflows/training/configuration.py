@@ -70,6 +70,7 @@ UPDATES = ("exact", "lazy", "deferred")
 """As in `CowClipAdam`, which takes seconds to import."""
 
 TABLES = ("replicated", "sharded")
+PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
 LARGEST_SEED = 2**32 - 1  # NumPy's
 NO_CLIP, CONSTANT = "none", "constant"
 GROUP = "Checkpoints and stopping"
@@ -302,6 +303,11 @@ class TrainConfig:
     deterministic: bool = _run(
         "bit-identical results; off: faster kernels on GPUs", True, kind="flag", flag="determinism"
     )
+    precision: str = _run(
+        "Keras's policy: with a mixed one, layers compute in half precision; weights are float32",
+        PRECISIONS[0],
+        choices=PRECISIONS,
+    )
     base_batch_size: int = _value("batch size that these values were tuned at", 1024, kind="size")
     dense_lr: float | None = _value(
         "learning rate of the dense layers",
@@ -441,12 +447,12 @@ class TrainConfig:
         """A SHA-256, in hex, of what determines the result: the same in every process and version.
 
         The values are those scaled to the batch size, without the base and the rule, from which
-        they come: where two rules agree, at the base batch size, they are one run. Keras's
-        precision is no part of a configuration: a run has it beside its own.
+        they come: where two rules agree, at the base batch size, they are one run.
         """
         meant = {"format": _IDENTITY_FORMAT, **self.to_dict(), **self.hyperparameters.to_dict()}
         unused = {"rule", "base_batch_size", "decay"}  # which the schedules are
         unused |= set() if self.clip in ADAPTIVE_CLIPS else {"clip_ratio", "clip_floor"}
+        unused |= {"precision"} if self.precision == PRECISIONS[0] else set()
         # What a later version adds and this configuration does not use must not change it.
         present = {k: v for k, v in meant.items() if v is not None and k not in unused}
         text = json.dumps(present, sort_keys=True, separators=(",", ":"))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 _HOROVOD = "merlin_cowclip.plugins.distributed.horovod"
-_ALIKE = ("data_sha256", "cardinalities", "spec", "identity", "precision", "versions")
+_ALIKE = ("data_sha256", "cardinalities", "spec", "identity", "versions")
 _VARIABLES = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # horovodrun's and one's own mpirun

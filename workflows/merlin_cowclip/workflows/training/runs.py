@@ -75,8 +75,6 @@ def described(
     data: PreparedData, config: TrainConfig, checkpointing: CheckpointConfig, **more: Any
 ) -> dict[str, Any]:
     """A run's `config.json`: data, configuration, versions, machine, and `more`."""
-    with quiet_imports():
-        from merlin_cowclip.plugins._tensorflow import tf
     return {
         "data": data.folders,
         "dataset": data.spec.name,
@@ -88,7 +86,6 @@ def described(
         **config.to_dict(),
         "scaled": config.hyperparameters.to_dict(),
         "identity": config.identity,
-        "precision": tf.keras.mixed_precision.global_policy().name,
         **environment(),
         "checkpointing": asdict(checkpointing),
         "ranks": rank_info().size,

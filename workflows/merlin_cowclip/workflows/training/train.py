@@ -157,10 +157,12 @@ def check_warm_start(
         raise UserError("a warm start needs replicated tables. Leave --tables out")
     schedules = [one.dense_schedule or one.embedding_schedule for one in (config, was)]
     same = config.update == was.update and bool(config.warmup_epochs) == bool(was.warmup_epochs)
+    same = same and config.precision == was.precision  # the state has the loss scale
     if keep_optimizer and (not same or any(schedules)):
         raise UserError(
-            f"--keep-optimizer needs the update mode of {run}, {was.update}, its warm-up, and no "
-            "schedules in either run, because steps go on counting. Leave it out, or change these"
+            f"--keep-optimizer needs the update mode of {run}, {was.update}, its warm-up and "
+            f"precision, {was.precision}, and no schedules in either run, because steps go on "
+            "counting. Leave it out, or change these"
         )
 
 
@@ -186,8 +188,8 @@ def resume(
     With other versions or on another machine the last digits may differ.
 
     Raises:
-      UserError: no run, or one that is finished, that another process trains, whose data or Keras
-        precision has changed, or whose last checkpoint is damaged.
+      UserError: no run, or one that is finished, that another process trains, whose data has
+        changed, or whose last checkpoint is damaged.
       Stopped: as `train`.
     """
     path, mine = Path(run), None
@@ -232,11 +234,11 @@ def _reopened(
         )
     more = {"drop_last": drop_last, "warm_start": before["warm_start"]}
     now = described(data, config, CheckpointConfig(**before["checkpointing"]), **more)
-    for key in ("data_sha256", "cardinalities", *COLUMNS, "precision"):
+    for key in ("data_sha256", "cardinalities", *COLUMNS):
         if before[key] != now[key]:
             raise UserError(
                 f"{run} was begun with {key} {clipped(repr(before[key]))}, and {data.path} has "
-                f"{clipped(repr(now[key]))}. Use the same data and precision, or train another run"
+                f"{clipped(repr(now[key]))}. Use the same data, or train another run"
             )
     return config, check_trainable(data, config, drop_last), now
 

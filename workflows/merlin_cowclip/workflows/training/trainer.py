@@ -26,6 +26,7 @@ from merlin_cowclip.workflows.training.builder import (
     compile_model,
     dummy_batch,
     network,
+    precision_policy,
     set_seeds,
 )
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State
@@ -110,13 +111,14 @@ class Trainer:
         self._after_step = after_step
         self._valid = data.valid_files and Loader(data, "valid", batch_size=EVALUATION_BATCH)
         steps = {"updates": loader.rows // config.batch_size, "batches": len(loader)}
-        try:
-            self.model = network(config, data.schema)
-            self.optimizer = compile_model(config, self.model, **steps)
-        except ValueError as error:  # of the data's columns, which only the network knows
-            raise UserError(str(error)) from None
-        self.statistics = self.optimizer.observe()
-        self.model(dummy_batch(vars(data.spec)))
+        with precision_policy(config):
+            try:
+                self.model = network(config, data.schema)
+                self.optimizer = compile_model(config, self.model, **steps)
+            except ValueError as error:  # of the data's columns, which only the network knows
+                raise UserError(str(error)) from None
+            self.statistics = self.optimizer.observe()
+            self.model(dummy_batch(vars(data.spec)))
         self._predictor = Predictor(self.model)
         self.listeners: Sequence[Listener] = ()
         self.progress, self.step = Progress(), 0

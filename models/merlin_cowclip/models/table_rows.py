@@ -1,21 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Initial rows of a fused table: N(0, σ), untrained rows zero."""
+"""Rows of a fused table: which each field has, and what they start from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from merlin.schema import ColumnSchema
 
-from merlin_cowclip.models.row_ranges import RowRanges, cardinality
-from merlin_cowclip.models.vocabulary import PADDING_ID, UNKNOWN_ID, Ids, is_encoded
+from merlin_cowclip.models.vocabulary import PADDING_ID, UNKNOWN_ID, Ids, cardinality, is_encoded
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.horovod import all_gather_object
 from merlin_cowclip.plugins.distributed.sharding import Shard
 
 _BLOCK = 1 << 16  # rows that are drawn together
+
+
+def row_ranges(columns: Sequence[ColumnSchema]) -> tuple[tuple[int, ...], dict[str, int]]:
+    """Divide the rows of a table by int domain, as Merlin's `mm.Embeddings` does.
+
+    Fields whose domains have one name share its rows; one without a name is its field's own.
+
+    Returns:
+      First row of each domain, in the order in which fields first name them, then V; and for each
+      field the number of its domain.
+
+    Raises:
+      ValueError: a column without an int domain, or two of one domain that differ in size.
+    """
+    sizes = {c.name: cardinality(c) for c in columns}
+    domains = {c.name: str(c.int_domain.name or c.name) for c in columns}
+    first: dict[str, str] = {}  # field of each domain
+    for field, domain in domains.items():
+        other = first.setdefault(domain, field)
+        if sizes[field] != sizes[other]:
+            raise ValueError(
+                "Columns of one int domain must have one cardinality, for they share its rows. "
+                f"Received: {other!r} with {sizes[other]} ids and {field!r} with "
+                f"{sizes[field]}, both of the domain {domain!r}. Encode them jointly, "
+                "Categorify(encode_type='joint'), or give their domains different names."
+            )
+    offsets = itertools.accumulate((sizes[field] for field in first.values()), initial=0)
+    numbers = {domain: number for number, domain in enumerate(first)}
+    return tuple(offsets), {field: numbers[domain] for field, domain in domains.items()}
 
 
 def draw_rows(
@@ -53,7 +82,7 @@ def draw_shard(
     return tf.constant(values)
 
 
-def untrained_rows(columns: Sequence[ColumnSchema], ranges: RowRanges) -> Ids:
+def untrained_rows(columns: Sequence[ColumnSchema], first_row: Mapping[str, int]) -> Ids:
     """Rows that no training row of any field has, int64, rising.
 
     Padding, and the ids that prepared data counted no training row of; else the unknown id.
@@ -66,6 +95,6 @@ def untrained_rows(columns: Sequence[ColumnSchema], ranges: RowRanges) -> Ids:
             spans = [(PADDING_ID, PADDING_ID + is_encoded(column))]  # else it may be an id
             spans += np.array(counted, np.int64).reshape(-1, 2).tolist()
             ids = np.concatenate([np.arange(*span) for span in spans])
-        ids, first = ids[ids < cardinality(column)], ranges.first_row(column.name)
+        ids, first = ids[ids < cardinality(column)], first_row[column.name]
         untrained[first] = np.intersect1d(untrained.get(first, ids), ids)
     return np.sort(np.concatenate([first + ids for first, ids in untrained.items()]))
