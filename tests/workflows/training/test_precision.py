@@ -137,6 +137,6 @@ def test_a_warm_start_may_have_another_precision(home, trained, tmp_path):
     run = trained("mixed_float16")
     config = run.warm_start_config(keep_optimizer=True).to_dict() | {"precision": "float32"}
     more = {"warm_start": run.path, "progress": False}
-    with pytest.raises(UserError, match="its warm-up and precision, mixed_float16"):
+    with pytest.raises(UserError, match="its warm-up, ema and precision, mixed_float16"):
         train(run.data(), TrainConfig(**config), tmp_path / "a", keep_optimizer=True, **more)
     train(run.data(), TrainConfig(**config), tmp_path / "b", **more)

@@ -45,7 +45,7 @@ else:
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
-_OWN = ("batch_size", "epochs", "seed", "deterministic", "precision")
+_OWN = ("batch_size", "epochs", "seed", "deterministic", "precision", "micro_batch")
 _BASE_OPTIONS = ("base_batch_size", "dense_lr", "embedding_lr", "l2")
 _SEARCH, _BASE = "The search", "A base, from which every rule predicts"
 _search = functools.partial(option, group=_SEARCH)
@@ -208,7 +208,7 @@ def report(runs: Sequence[Path], out: Path | None) -> None:
 @_search("--seeds", type=int, default=3, metavar="K", help="seeds to repeat the best trials with")
 @path("--base", "TUNE0", "result of another study, its batch size and network", group=_BASE)
 @fields(TrainConfig, *_BASE_OPTIONS, group=_BASE, dense_lr="each rule's own")
-@fields(TrainConfig, *NETWORK, "deterministic", "precision")
+@fields(TrainConfig, *NETWORK, "deterministic", "precision", "micro_batch")
 def tune(data: Path, out: Path, **values: Any) -> None:
     """Search hyperparameters directly at a given batch size.
 

@@ -61,7 +61,7 @@ class TuneConfig:
       epochs: the most that a trial trains.
       rows: training rows, which scale the portfolio; `tune` takes the data's.
       seed: of the hold-out, the search, and the weights and row order of trials.
-      deterministic, precision: as in `TrainConfig`.
+      deterministic, precision, micro_batch: as in `TrainConfig`.
 
     Raises a UserError for a value out of range, or a base with what is not searched.
     """
@@ -74,6 +74,7 @@ class TuneConfig:
     seed: int = 1234
     deterministic: bool = True
     precision: str = "float32"
+    micro_batch: int | None = None
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -162,7 +163,7 @@ class TuneConfig:
         return TrainConfig(**own, rule="none", base_batch_size=self.batch_size)
 
     def _shared(self) -> dict[str, Any]:
-        names = ("batch_size", "epochs", "seed", "deterministic", "precision")
+        names = ("batch_size", "epochs", "seed", "deterministic", "precision", "micro_batch")
         return {**self.network, **{name: getattr(self, name) for name in names}}
 
 

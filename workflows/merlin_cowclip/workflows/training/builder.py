@@ -16,6 +16,7 @@ from merlin_cowclip.plugins.optimizers.state import state_of, weights_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.checkpoint import Checkpoint
 from merlin_cowclip.workflows.training.configuration import CONSTANT_SCHEDULE, TrainConfig
+from merlin_cowclip.workflows.training.ranks import rank_info
 from merlin_cowclip.workflows.training.runs import Run
 
 with quiet_imports():
@@ -81,10 +82,13 @@ def compile_model(
     for name in ("dense", "embedding"):
         if getattr(config, f"{name}_schedule") not in (None, CONSTANT_SCHEDULE):
             schedules[f"{name}_schedule"] = schedule_of(config, name, batches)
+    share = config.batch_size // rank_info().size  # of this rank
     optimizer = CowClipOptimizer.for_model(
         model,
         config.hyperparameters,
         update=config.update,
+        accumulate=math.ceil(share / (config.micro_batch or share)),
+        ema=config.ema,
         steps_per_epoch=updates,
         clip_tables=config.clip_tables,
         **schedules,
@@ -99,17 +103,20 @@ def restored_model(
     """The network as it was at a checkpoint, by the run's `schema.pbtxt` and `config.json`."""
     text = schema.read_text(encoding="utf-8")
     config = dataclasses.replace(config, tables="replicated")  # whole, wherever it is called
-    is_deferred = config.update == "deferred"
+    needs_state = config.update == "deferred" or config.ema is not None
     with precision_policy(config):
         model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
-        optimizer = compile_model(config, model, updates=1, batches=1) if is_deferred else None
+        optimizer = compile_model(config, model, updates=1, batches=1) if needs_state else None
         model(dummy_batch(record))
     if optimizer is None:
         checkpoint.read(weights_of(model))
-    else:  # rows wait for what they missed, with the moments that say what that does to them
+    else:  # rows wait for what they missed, or the averages are used
         optimizer.create_slots(model.trainable_variables)
         checkpoint.read(state_of(model, optimizer))
         optimizer.catch_up()
+        with optimizer.averages():
+            averages = model.get_weights()
+        model.set_weights(averages)
     return model
 
 

@@ -308,6 +308,18 @@ class TrainConfig:
         PRECISIONS[0],
         choices=PRECISIONS,
     )
+    micro_batch: int | None = _run(
+        "samples per micro-batch, on each rank: an update adds up their gradients, one after the "
+        "other, which takes less memory",
+        kind="size",
+        shown="the whole batch",
+    )
+    ema: float | None = _run(
+        "measure and use a moving average of the weights, of this decay per update, such as 0.99",
+        kind="number",
+        metavar="DECAY",
+        shown="the weights themselves",
+    )
     base_batch_size: int = _value("batch size that these values were tuned at", 1024, kind="size")
     dense_lr: float | None = _value(
         "learning rate of the dense layers",
@@ -393,6 +405,11 @@ class TrainConfig:
             raise ValueError(
                 f"clip_tables needs a clip rule. Received: clip_tables={list(self.clip_tables)} "
                 f"with rule={self.rule!r} and clip='none'. Choose a clip, or leave it out"
+            )
+        if self.ema is not None and (self.ema >= 1 or self.update == "deferred"):
+            raise ValueError(
+                "ema must be below 1, and not with deferred updates. Received: "
+                f"ema={self.ema:g} with update={self.update!r}"
             )
         if self.update == "deferred":
             from merlin_cowclip.plugins.optimizers.deferred import check_deferrable  # TensorFlow

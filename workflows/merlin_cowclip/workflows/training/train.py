@@ -157,10 +157,11 @@ def check_warm_start(
         raise UserError("a warm start needs replicated tables. Leave --tables out")
     schedules = [one.dense_schedule or one.embedding_schedule for one in (config, was)]
     same = config.update == was.update and bool(config.warmup_epochs) == bool(was.warmup_epochs)
-    same = same and config.precision == was.precision  # the state has the loss scale
+    # The state has the loss scale, and the averages.
+    same = same and (config.precision, config.ema) == (was.precision, was.ema)
     if keep_optimizer and (not same or any(schedules)):
         raise UserError(
-            f"--keep-optimizer needs the update mode of {run}, {was.update}, its warm-up and "
+            f"--keep-optimizer needs the update mode of {run}, {was.update}, its warm-up, ema and "
             f"precision, {was.precision}, and no schedules in either run, because steps go on "
             "counting. Leave it out, or change these"
         )

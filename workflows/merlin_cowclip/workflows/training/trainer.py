@@ -285,7 +285,8 @@ class Trainer:
         if not loader:
             return dict.fromkeys(Quality._fields)
         ranks = rank_info()
-        return self._predictor.quality(loader, rank=ranks.rank, ranks=ranks.size)._asdict()
+        with self.optimizer.averages():
+            return self._predictor.quality(loader, rank=ranks.rank, ranks=ranks.size)._asdict()
 
     # What it writes
 

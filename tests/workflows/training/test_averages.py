@@ -1,0 +1,65 @@
+"""`--ema` and `--micro-batch` of runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from merlin_cowclip.plugins.optimizers.state import optimizer_of
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.evaluation import evaluate
+from merlin_cowclip.workflows.training.loader import Loader
+from merlin_cowclip.workflows.training.train import resume, train
+from merlin_cowclip.workflows.training.trainer import Trainer
+from tests.runs_alike import differences
+
+pytestmark = pytest.mark.usefixtures("graphs_as_traced")
+SMALL = {"model": "lr", "batch_size": 256, "epochs": 2, "rule": "none", "update": "lazy"}
+
+
+def test_a_run_is_measured_and_used_with_its_averages(data, tmp_path, monkeypatch):
+    weights, see = [], Trainer.see
+
+    def kept(trainer, loss):
+        weights.append([v.numpy() for v in trainer.model.trainable_variables])
+        see(trainer, loss)
+
+    monkeypatch.setattr(Trainer, "see", kept)
+    config = TrainConfig(**SMALL, embedding_lr=0.1, dense_lr=0.1, ema=0.9)
+    run = train(data, config, tmp_path / "run", progress=False)
+    shares = 0.9 ** np.arange(len(weights))[::-1]
+    averages = [np.average(one, axis=0, weights=shares) for one in zip(*weights, strict=True)]
+    for found, wanted, last in zip(
+        run.model().trainable_variables, averages, weights[-1], strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)
+        assert np.abs(last - wanted).max() > 1e-3
+    found = evaluate(run.model(), Loader(data, "test", batch_size=1000))
+    assert found.auc == pytest.approx(run.result["auc"], abs=1e-7)
+
+
+def test_a_run_with_averages_resumes_to_the_bit(data, tmp_path, monkeypatch):
+    config = TrainConfig(**SMALL, ema=0.9, micro_batch=100)
+    reference = train(data, config, tmp_path / "reference", progress=False)
+    see = Trainer.see
+
+    def interrupted(trainer, loss):
+        see(trainer, loss)
+        assert optimizer_of(trainer.model).accumulate == 3
+        if trainer.step == 5:
+            trainer._save()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "see", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(data, config, tmp_path / "run", progress=False)
+    monkeypatch.undo()
+    resume(tmp_path / "run", progress=False)
+    assert differences(tmp_path / "run", reference.path) == []
+
+
+@pytest.mark.parametrize("wrong", [{"ema": 1.0}, {"ema": 0.9, "update": "deferred"}])
+def test_what_is_not_offered(wrong):
+    with pytest.raises(UserError, match="ema must be below 1, and not with deferred updates"):
+        TrainConfig(**{**SMALL, **wrong})
