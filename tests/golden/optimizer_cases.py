@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -298,9 +297,7 @@ def count(case: Case, *, eager: bool) -> np.ndarray:
 
 def _optimizer(model: Any, values: Hyperparameters, update: str) -> CowClipOptimizer:
     """The model's optimizer; sets the first weights, by what they are and not by their order."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "init_stddev is")
-        optimizer = CowClipOptimizer.for_model(model, values, update=update, steps_per_epoch=STEPS)
+    optimizer = CowClipOptimizer.for_model(model, values, update=update, steps_per_epoch=STEPS)
     for name, variable in trained_variables(model, optimizer).items():
         random = np.random.default_rng(zlib.crc32(f"{name} {variable.shape}".encode()))
         if variable.shape.rank == 1:

@@ -282,7 +282,7 @@ def test_eager_lookups_of_a_frozen_table_are_dropped():
     joined = tf.keras.layers.Concatenate()([table(given) for table in tables])
     model = tf.keras.Model(given, tf.keras.layers.Flatten()(joined))
     tables[0].trainable = False
-    optimizer = CowClipOptimizer.for_model(model, COLD.replace(init_stddev=(2 / 11) ** 0.5))
+    optimizer = CowClipOptimizer.for_model(model, COLD)
     model.compile(optimizer, "mse", run_eagerly=True)
     model.fit(np.ones([BATCH, 1], np.int64), np.ones([BATCH, 4]), verbose=0)
     assert [len(spec.recorder.lookups()) for spec in optimizer.table_specs] == [0, 0]
@@ -565,32 +565,30 @@ def deviations(model):
 
 
 @pytest.mark.parametrize("builder", [stock_dlrm, ours])
-def test_init_stddev_is_applied_or_said(builder):
+def test_tables_are_initialized_if_asked_and_the_summary_has_their_deviation(builder):
     schema = Schema([category("a", 4000), category("b", 5000), *SCHEMA.excluding_by_name("ab")])
+    features, _ = batch(schema)
     if builder is ours:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            CowClipOptimizer.for_model(ours(schema), COLD)
-        with pytest.warns(UserWarning, match=r"the embedding tables 'embed.*deviation 0.01\. Pass"):
-            CowClipOptimizer.for_model(ours(schema), COLD.replace(init_stddev=1e-4))
         with pytest.raises(ValueError, match=r"init_tables cannot.*'embed.*stddev=0.0001"):
             CowClipOptimizer.for_model(
                 ours(schema), COLD.replace(init_stddev=1e-4), init_tables=True
             )
         return
-    model = builder(schema)
-    with pytest.warns(UserWarning, match=r"is 0.01, but the emb.*deviation 0.0289. Pass init_tab"):
-        CowClipOptimizer.for_model(model, COLD)
+    model, built = builder(schema), builder(schema)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        CowClipOptimizer.for_model(model, COLD, init_tables=True)
-    features, _ = batch(schema)
+        optimizers = [
+            CowClipOptimizer.for_model(model, COLD, init_tables=True),
+            CowClipOptimizer.for_model(built, COLD),
+        ]
     model(features)
+    built(features)
+    for optimizer, sigma in zip(optimizers, ("0.01", "0.0289"), strict=True):
+        lines = [line.split() for line in optimizer.summary().splitlines()]
+        assert [line[3] for line in lines if line[1] in ("4,000", "5,000")] == [sigma, sigma]
     (a, b), tables = deviations(model)
     assert (a, b) == (pytest.approx(0.01, rel=0.02), pytest.approx(0.01, rel=0.02))
     assert not np.array_equal(tables[0][:10], tables[1][:10])
-    built = builder(schema)
-    built(features)
     with pytest.raises(ValueError, match=r"init_tables cannot set.*, which is built"):
         CowClipOptimizer.for_model(built, COLD, init_tables=True)
 
@@ -603,7 +601,7 @@ def test_a_batch_of_another_size_is_said_for_arrays_and_datasets(told, eagerly):
     pooling = tf.keras.layers.GlobalAveragePooling1D()
     model = tf.keras.Sequential([table, pooling, tf.keras.layers.Dense(1)])
     model(tf.ones([4, 1], tf.int64))
-    hp = COLD.replace(batch_size=told, init_stddev=(2 / 14) ** 0.5)
+    hp = COLD.replace(batch_size=told)
     model.compile(CowClipOptimizer.for_model(model, hp), "mse", run_eagerly=eagerly)
     x, y = np.ones([80, 1], np.int64), np.ones([80, 1])  # the last of three batches has 16
     data = tf.data.Dataset.from_tensor_slices((x, y))
@@ -747,7 +745,7 @@ def test_dense_layers_of_ones_own_may_be_jit_compiled():
     model = tf.keras.Sequential([table, tf.keras.layers.GlobalAveragePooling1D(), Compiled(1)])
     model(tf.ones([4, 1], tf.int64))
     kernel = model.layers[2].kernel.numpy()
-    optimizer = CowClipOptimizer.for_model(model, HOT.replace(init_stddev=(2 / 14) ** 0.5))
+    optimizer = CowClipOptimizer.for_model(model, HOT)
     model.compile(optimizer=optimizer, loss="mse")
     model.fit(tf.ones([4, 1], tf.int64), tf.ones([4, 1]), verbose=0)
     assert np.abs(model.layers[2].kernel.numpy() - kernel).max() > HOT.dense_lr / 2

@@ -17,7 +17,7 @@ from merlin_cowclip.plugins.distributed.horovod import ranks, refuse_replicas
 from merlin_cowclip.plugins.distributed.sharding import Shard
 from merlin_cowclip.plugins.embeddings.counting import batch_size
 from merlin_cowclip.plugins.embeddings.discovery import check_known, tables_of
-from merlin_cowclip.plugins.embeddings.initializers import initialize, warn_of_others_than
+from merlin_cowclip.plugins.embeddings.initializers import initialize
 from merlin_cowclip.plugins.embeddings.tables import TableSpec, normalize_clip_tables
 from merlin_cowclip.plugins.monitoring.statistics import NotFinite, StepStatistics, not_finite
 from merlin_cowclip.plugins.optimizers.adagrad import CowClipAdagrad, CowClipRowWiseAdagrad
@@ -262,7 +262,7 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
           dense_schedule: a Keras schedule in place of `dense_lr`; the warm-up multiplies it.
           embedding_schedule: a Keras schedule in place of `embedding_lr`.
           init_tables: initialize tables of width 2 and more with N(0, `init_stddev`), in place of
-            uniform and normal initializers; without it, a warning names tables that differ.
+            uniform and normal initializers; without it, tables keep their own (see `summary`).
 
         Raises:
           ValueError: an argument outside its range, a model without tables, `clip_tables` that name
@@ -280,11 +280,10 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
             dense_schedule=dense_schedule,
             embedding_schedule=embedding_schedule,
         )
-        specs, sigma = tables_of(model, optimizer.clip_tables), hyperparameters.init_stddev
+        specs = tables_of(model, optimizer.clip_tables)
         if init_tables:
-            initialize(sigma, specs)
+            initialize(hyperparameters.init_stddev, specs)
         optimizer.bind(model)  # takes the tables from another optimizer: after all refusals
-        warn_of_others_than(sigma, optimizer.table_specs, stacklevel=3)
         return optimizer
 
     def bind(self, model: tf.keras.Model) -> None:
@@ -667,7 +666,7 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
         return not_finite([] if statistics is None else statistics.total(), dense)
 
     def summary(self) -> str:
-        """A table of all trainable variables: rows, width, rule, learning rate, L2."""
+        """A table of all trainable variables: rows, width, initial σ, rule, learning rate, L2."""
         return summary_of(self.owned(), self.table_specs, float(self._factor()))
 
     # Keras's, not that of MultiOptimizer's first pair, which may own no variable: the number of
