@@ -34,7 +34,7 @@ SMALLER = {
 # Programs that are not started here.
 HOROVOD = "containers/horovod.sh"
 CHECKED = ("docker", "horovodrun", "sbatch", "make", "IMAGE=merlin-cowclip.sif", HOROVOD)
-OTHERS = ("pip", "python3", ".", "curl", "git", "cd")
+OTHERS = ("pip", "python3", ".", "curl", "git", "cd", "dask")
 PROGRAMS = ("merlin-cowclip", "python", *CHECKED, *OTHERS)
 
 

@@ -13,7 +13,12 @@ import pytest
 
 from merlin_cowclip.workflows import Repository
 from tests.workflows.serving import test_export
-from tests.workflows.serving.test_export import predicted, request, shop_frame
+from tests.workflows.serving.test_export import (
+    every_kind_frame,
+    predicted,
+    request,
+    shop_frame,
+)
 
 from .server import ask, executions, triton_server
 
@@ -30,6 +35,7 @@ pytestmark = [
     ),
 ]
 shop, stock, of_stock = test_export.shop, test_export.stock, test_export.of_stock  # fixtures
+every_kind = test_export.every_kind
 CLIENTS = 8
 
 
@@ -87,3 +93,13 @@ def test_an_adopted_run(stock, of_stock, tmp_path):
     assert frame["item"].isna().any()
     expected = predicted(run, path, tmp_path, raw=True)
     check(of_stock, frame, expected, tmp_path / "log")
+
+
+def test_fields_of_every_kind(every_kind, tmp_path):
+    """Shared, hashed and scaled fields, lists, and fields of times."""
+    run, path, repository = every_kind
+    frame, record = every_kind_frame(path), Repository.open(repository).record
+    expected = predicted(run, path, tmp_path)
+    with triton_server(repository, tmp_path / "log") as address:
+        (answer,) = ask(address, request(frame, record))
+    np.testing.assert_allclose(answer, expected[np.newaxis], rtol=0, atol=1e-6)

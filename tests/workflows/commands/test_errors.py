@@ -62,6 +62,7 @@ REFUSED = {
     "evaluate": "Missing argument 'RUN'",
     "prepare criteo --out OUT": "prepare needs LOG, files or folders",
     "prepare criteo LOG": "Missing option '--out'",
+    "prepare LOG --grow --out OUT": "--grow needs a vocabulary … --vocabulary-from",
     "adopt LOG --out OUT --workflow EMPTY": "Missing option '--label'",
     "tune DATA": "Missing option '--out'",
     "sweep DATA GRID": "Missing option '--out'",

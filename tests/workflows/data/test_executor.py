@@ -1,6 +1,7 @@
 """Dask's workers: results in order, errors as they are, deaths named, nothing half-written."""
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -38,6 +39,10 @@ def refuses(x: int) -> int:
         time.sleep(0.3 if x == 3 else 0.0)  # the first job's error is raised
         raise UserError(f"x must be below 3. Received: {x}")
     return x
+
+
+def lacks(x: int) -> int:
+    return {0: open, 1: {}.__getitem__}[x]("missing")
 
 
 def dies(x: int) -> None:
@@ -89,11 +94,32 @@ def test_a_cluster_that_cannot_work(tmp_path, monkeypatch):
     with LocalCluster(n_workers=1, **options) as cluster:
         address = cluster.scheduler_address
         assert _run(tmp_path, 1, scheduler=address) == [1]
+        with pytest.raises(UserError, match="x must be below 3. Received: 3$"):
+            _run(tmp_path, 3, task=refuses, scheduler=address)
+        with pytest.raises(UserError, match="Dask worker inproc://.*FileNotFoundError: .*output"):
+            _run(tmp_path, 0, task=lacks, scheduler=address)
+        with pytest.raises(RuntimeError, match="Dask worker inproc://.*KeyError: 'missing'. The"):
+            _run(tmp_path, 1, task=lacks, scheduler=address)
         with pytest.raises(UserError, match="has no .*missing, or another version"):
             _run(tmp_path / "missing", scheduler=address)
         monkeypatch.setattr(executor, "VERSION", "0")
         with pytest.raises(UserError, match="another version of merlin-cowclip"):
             _run(tmp_path, scheduler=address)
+
+
+@pytest.mark.extended
+def test_an_interrupt_ends_the_wait_for_a_scheduler(tmp_path):
+    write_synthetic("criteo", tmp_path / "log", rows=100)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main", "prepare"]
+        command += ["criteo", "log", "--out", "out", "--scheduler", address]
+        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+        connection, _ = silent.accept()
+        process.terminate()
+        assert process.wait(60) == 143  # Dask itself waits two minutes
+        connection.close()
+    assert not (tmp_path / "out").exists()
 
 
 # Deaths from outside

@@ -490,7 +490,7 @@ def test_a_file_in_two_parts_is_refused(tmp_path, cut, capsys, options):
     assert not (tmp_path / "out").exists()
 
 
-def test_rows_like_those_of_a_folder_are_split_anew(cut, tmp_path):
+def test_rows_like_those_of_a_folder_are_split_anew(cut, tmp_path, capsys):
     """Kind, column and shares are the folder's; its files are not those of the new rows."""
     old = cut("toy.toml a.csv --valid v1.csv --test t.csv --split time --time-column hour")
     assert old.spec.split == Split("time", (f"{tmp_path}/t.csv",), "hour", (f"{tmp_path}/v1.csv",))
@@ -507,6 +507,10 @@ def test_rows_like_those_of_a_folder_are_split_anew(cut, tmp_path):
     again = cut(f"--vocabulary-from {whole.path} v2.csv --test v1.csv --split random", "again")
     assert again.spec.split == Split("random", (f"{tmp_path}/v1.csv",), valid=0)
     assert again.rows == {"train": 400, "valid": 0, "test": 600}
+    grown = cut(f"--vocabulary-from {old.path} v2.csv --grow", "grown").cardinalities
+    new = grown["user"] - old.cardinalities["user"]
+    assert (new > 0, grown["item"]) == (True, old.cardinalities["item"])
+    assert f"\n{new} new ids: user {new}\n" in capsys.readouterr().out
 
 
 # inf and NaN

@@ -230,7 +230,7 @@ def test_requests_are_joined_and_a_bad_one_fails_alone(shop, tmp_path, monkeypat
         (lambda f: f.drop(columns=["item", "price"]), "each of the columns 'item', 'price' once"),
         (lambda f: f.assign(price=f["price"].astype(object).where(f.index != 2, "dear")), "dear"),
         (lambda f: f.assign(price=[["t1"]] * len(f)), "column 'price' is list.*, but was double"),
-        (lambda f: f.assign(tags="t1;t2"), "column 'tags': it is string, not a list"),
+        (lambda f: f.assign(tags="t1;t2"), "'tags': it is string, not .* Give a list of ids"),
         (lambda f: pd.concat([f, f[["item"]]], axis=1), "each of the columns 'item' once"),
     ],
 )
@@ -285,33 +285,52 @@ def of_stock(stock, tmp_path_factory) -> Repository:
     return export(stock[0], tmp_path_factory.mktemp("stock") / "repository", progress=False)
 
 
-def test_fields_of_every_kind(tmp_path):
-    """Shared, hashed, scaled and made of times, with names that TensorFlow cannot save."""
+@pytest.fixture(scope="module")
+def every_kind(tmp_path_factory) -> tuple[Run, Path, Path]:
+    """A run with shared, hashed and scaled fields, lists and fields of times; as `shop`.
+
+    Some have names that TensorFlow cannot save.
+    """
+    home = tmp_path_factory.mktemp("fields")
     log = make_log().rename(columns={"device": "the device", "when": "the time"})
-    log[:3_000].to_csv(tmp_path / "log.csv", index=False)
-    log[3_000:].to_csv(tmp_path / "test.csv", index=False)
+    log["tags"] = ["|".join(f"t{j}" for j in range(i % 4)) for i in range(len(log))]
+    log[:3_000].to_csv(home / "log.csv", index=False)
+    log[3_000:].to_csv(home / "test.csv", index=False)
     spec = replace(
         FIELDS,
         categorical=("seller", "buyer", "the device"),
+        lists=("tags",),
+        list_separator="|",
         hash_only={"the device": 64},
         hour="the time",
         weekday="the time",
-        split=replace(FIELDS.split, test=(str(tmp_path / "test.csv"),), valid=0.1),
+        split=replace(FIELDS.split, test=(str(home / "test.csv"),), valid=0.1),
     )
-    data = prepare(spec, [tmp_path / "log.csv"], tmp_path / "data", progress=False)
+    data = prepare(spec, [home / "log.csv"], home / "data", progress=False)
     with quick_saves():
-        run = train(data, CONFIG, tmp_path / "run", progress=False)
-        repository = export(
-            run, tmp_path / "repository", check_raw=tmp_path / "test.csv", progress=False
-        )
+        run = train(data, CONFIG, home / "run", progress=False)
+        export(run, home / "repository", check_raw=home / "test.csv", progress=False)
+    return run, home / "test.csv", home / "repository"
+
+
+def every_kind_frame(path: Path) -> pd.DataFrame:
+    frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+    numbers = {name: pd.to_numeric(frame[name]) for name in FIELDS.continuous}
+    return frame.assign(**numbers, tags=[text.split("|") if text else [] for text in frame["tags"]])
+
+
+def test_fields_of_every_kind(every_kind, tmp_path):
+    run, path, repository = every_kind
+    repository, frame = Repository.open(repository), every_kind_frame(path)
     assert {"the device", "the time"} <= {*repository.record["columns"]}
-    expected = predicted(run, tmp_path / "test.csv", tmp_path)
-    of_parts = predict(run.model(), Loader(data, "test", batch_size=512))[1]
+    expected = predicted(run, path, tmp_path)
+    of_parts = predict(run.model(), Loader(run.data(), "test", batch_size=512))[1]
     np.testing.assert_allclose(expected, of_parts, atol=1e-6)
-    frame = pd.read_csv(tmp_path / "test.csv", keep_default_na=False, dtype={"the time": str})
-    for name in spec.continuous:
-        frame[name] = pd.to_numeric(frame[name])
     np.testing.assert_allclose(repository.predict(frame), expected, atol=1e-6)
+    times = pd.to_datetime(frame["the time"], dayfirst=True)
+    for column in (times, times.astype(object)):
+        with pytest.raises(UserError, match="Give times as text, in %d/%m/%Y %H:%M:%S"):
+            repository.predict(frame.assign(**{"the time": column}))
 
 
 def test_an_adopted_pipeline(stock, of_stock, tmp_path):

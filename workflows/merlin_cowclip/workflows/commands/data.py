@@ -84,6 +84,8 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
         if dataset in SPECS or dataset.endswith(".toml"):
             raise UserError(f"--vocabulary-from has a specification. Leave {dataset} out")
         like, input = _encoding(run, values), (dataset, *input)
+    elif values["grow"]:
+        raise UserError("--grow needs a vocabulary. Name it: --vocabulary-from RUN or DATA")
     elif not input:
         raise UserError("prepare needs LOG, files or folders, after criteo, avazu or SPEC.toml")
     spec = _changed_spec(like.spec if like else find_spec(dataset), values)
@@ -121,13 +123,17 @@ def _print_report(data: PreparedData, is_fitted: bool) -> None:
     if times := data.record["boundaries"]:
         words = {"train": "training until", "valid": "valid from", "test": "test from"}
         print(", ".join(f"{words[part]} {time}" for part, time in times.items()))
-    ids = {name: fields[name]["distinct"] for name in data.spec.ids}
+    by_text = [name for name in data.spec.ids if name not in data.spec.hash_only]
+    ids = {name: fields[name]["distinct"] for name in by_text}
     print(
         f"{sum(ids.values()):,} distinct ids in {len(ids)} fields: {_most(ids)}; "
         f"{data.table_rows:,} embedding rows"
     )
     if not is_fitted:
-        unknown = {name: fields[name]["below_threshold"] for name in data.spec.ids}
+        new = {of[0]: fields[of[0]]["new"] for of in data.domains if fields[of[0]].get("new")}
+        if new:
+            print(f"{sum(new.values()):,} new ids: {_most(new)}")
+        unknown = {name: fields[name]["below_threshold"] for name in ids}
         occurrences = {name: max(fields[name]["occurrences"], 1) for name in ids}
         share = sum(unknown.values()) / sum(occurrences.values())
         of_field = {name: unknown[name] / occurrences[name] for name in ids if unknown[name]}

@@ -102,7 +102,7 @@ def _tell(run: Run, *, brief: bool) -> None:
         quality = f"test AUC {result['auc']:.6f}, log loss {result['log_loss']:.6f}"
     if not brief:
         print(result["clip"])
-        if best is not None:
+        if best is not None and len(result["epochs"]) > 1:
             how = "" if result["checkpoint"] == "best" else " with --checkpoint best"
             print(
                 f"epoch {best} of {len(result['epochs'])} has the highest validation AUC, "

@@ -199,9 +199,10 @@ class PreparedData:
         """Rows and clicks by part, and statistics by field.
 
         IDs: occurrences in the training part, distinct ids, occurrences of missing ids and of
-        those below the threshold; in the held-out parts also of ids without an embedding
-        (``valid_unknown``, ``test_unknown``). Numbers: range, mean, missing and not finite numbers
-        (``not_finite``, in all parts), and held-out numbers out of range.
+        those below the threshold, ``new`` ids of a grown vocabulary; in the held-out parts also
+        of ids without an embedding (``valid_unknown``, ``test_unknown``). Numbers: range, mean,
+        missing and not finite numbers (``not_finite``, in all parts), and held-out numbers out of
+        range.
         """
         return dict(self.record["report"])
 

@@ -281,6 +281,10 @@ class Run:
             remedy = f"Encode the logs by merlin-cowclip prepare LOG --vocabulary-from {path}"
             if self.is_adopted:
                 remedy = "Evaluate on raw rows, or adopt parquet that the run's workflow wrote"
+            elif not self._difference(data, grown=True):
+                remedy = (
+                    f"It has grown (--grow). Use the raw log: merlin-cowclip evaluate {path} LOG"
+                )
             raise UserError(
                 f"the data must have the columns, numbers and ids of the run. Received: "
                 f"{data.path}, which differs from {self.path} in {found}. {remedy}"

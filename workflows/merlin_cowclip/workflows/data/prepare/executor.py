@@ -23,12 +23,12 @@ from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.progress import progress_bar
 
 THREADS = min(4, os.cpu_count() or 1)  # of one process, without workers
-CONNECT = 60  # seconds for a scheduler and its first worker to answer
+CONNECT = 10  # seconds for a scheduler and its first worker to answer
 VERSION = importlib.metadata.version("merlin-cowclip")
 SETTINGS = {
     "distributed.scheduler.allowed-failures": 3,
     # The files are the state: there is nothing worth waiting for from a dead worker.
-    "distributed.comm.timeouts.connect": f"{CONNECT}s",
+    "distributed.comm.timeouts.connect": "60s",
     "distributed.worker.daemon": True,  # workers end with us, however we end
 }
 
@@ -57,44 +57,60 @@ def connect(
         import dask_cuda
 
         kind = dask_cuda.LocalCUDACluster
+
+    class Interruptible(Client):  # its own waits here, once an interrupt has ended its connection
+        def __del__(self) -> None: ...
+
+    def erred_on(dask_scheduler: Any, client: str) -> list[str]:
+        failed = [task.exception_blame for task in dask_scheduler.clients[client].wants_what]
+        return [worker for task in failed if task for worker in task.erred_on]
+
     options = {**cluster_options(workers, device), "local_directory": str(scratch)}
     with (
         dask.config.set(SETTINGS),
         contextlib.nullcontext(scheduler) if scheduler else kind(**options) as cluster,
+        contextlib.ExitStack() as stack,
     ):
-        client = None
         try:
             # Not the default, with which Dask and Merlin would go on when it is closed.
-            client = Client(cluster, timeout=CONNECT, set_as_default=False)
-            client.wait_for_workers(1, timeout=CONNECT)
+            client: Any = Interruptible(cluster, timeout=CONNECT, set_as_default=False)
+            stack.enter_context(client).wait_for_workers(1, timeout=CONNECT)
         except (OSError, asyncio.TimeoutError, ValueError) as error:
-            if client is not None:
-                client.close()
             raise UserError(
                 f"no Dask workers at {cluster}: {error}. Start `dask scheduler` and `dask worker`, "
                 "and give the scheduler's address, as in tcp://10.0.0.1:8786"
             ) from None
         try:
-            with client:
-                has_processes = options.get("processes", True) and not scheduler
-                if has_processes:  # to which a terminal sends Ctrl-C, too
-                    ignoring = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
-                    client.register_worker_callbacks(ignoring)
-                if has_processes or scheduler:
-                    print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr, flush=True)
-                for worker, found in client.run(_describe, str(scratch)).items():
-                    if found != (True, VERSION):
-                        raise UserError(
-                            f"Dask worker {worker} has no {scratch}, or another version of "
-                            "merlin-cowclip. All workers must share the folder and the version"
-                        )
-                yield client
+            has_processes = options.get("processes", True) and not scheduler
+            if has_processes:  # to which a terminal sends Ctrl-C, too
+                ignoring = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+                client.register_worker_callbacks(ignoring)
+            if has_processes or scheduler:
+                print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr, flush=True)
+            for worker, found in client.run(_describe, str(scratch)).items():
+                if found != (True, VERSION):
+                    raise UserError(
+                        f"Dask worker {worker} has no {scratch}, or another version of "
+                        "merlin-cowclip. All workers must share the folder and the version"
+                    )
+            yield client
         except KilledWorker:
             raise UserError(
                 "several Dask workers died on the same task, probably out of memory. Use fewer "
                 "workers, or machines with more memory"
             ) from None
+        except Exception as error:
+            if isinstance(error, UserError) or not scheduler or client.status != "running":
+                raise
+            if not (failed := client.run_on_scheduler(erred_on, client=client.id)):
+                raise
+            kind = UserError if isinstance(error, OSError) else RuntimeError
+            raise kind(
+                f"Dask worker {failed[0]}: {type(error).__name__}: {error}. The output of "
+                "`dask worker` there has more"
+            ) from error
         finally:
+            stack.close()
             # A task that runs may still write into a folder that is about to be removed.
             if scheduler and sys.exc_info()[0]:
                 with contextlib.suppress(Exception), Client(scheduler, timeout=CONNECT) as other:
@@ -106,7 +122,7 @@ def _describe(folder: str) -> tuple[bool, str]:
 
 
 async def _until_idle(dask_worker: Any) -> None:
-    for _ in range(10 * CONNECT):
+    for _ in range(600):
         if dask_worker.state.executing_count:
             await asyncio.sleep(0.1)
 

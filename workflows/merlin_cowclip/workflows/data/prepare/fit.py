@@ -126,6 +126,7 @@ def fit_ids(
                 "distinct": distinct[field],
                 "missing": int(by_id[field][MISSING]),
                 "below_threshold": below[field],
+                **({"new": known} if grow and like else {}),
             },
             vocabulary,
         )
