@@ -136,7 +136,7 @@ def ratio(found: dict[str, Times], a: str, b: str) -> str:
     return f"{elapsed:.3f} in time, {cpu:.3f} in CPU time"
 
 
-def whole_steps(names: list[str], rows: int, size: int) -> None:
+def check_steps(names: list[str], rows: int, size: int) -> None:
     """Print the times of some variants' whole steps, each other's ratio to the first's."""
     found = times(names, rows, size)
     print(f"\nV = {rows:,}, batch {size:,}")
@@ -165,7 +165,7 @@ def main() -> None:
     if arguments.only:
         for rows in arguments.rows:
             for size in arguments.batches:
-                whole_steps(arguments.only, rows, size)
+                check_steps(arguments.only, rows, size)
         return
     lazy: dict[tuple[int, int], float] = {}
     for rows in arguments.rows:

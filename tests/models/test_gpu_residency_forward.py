@@ -29,7 +29,7 @@ def traced(lists, whole, compute, **options):
     layer = FusedEmbeddings(SCHEMA, 4, **options)
     layer.build({})
     (spec,) = layer.table_specs()
-    spec.reads_whole = whole
+    spec.reads_value = whole
     tensors, recorded = [], []
 
     @tf.function(input_signature=[ONE_HOT, ONE_HOT, LISTS[lists]])

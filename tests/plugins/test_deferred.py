@@ -531,7 +531,7 @@ def test_a_model_is_not_copied_with_pending_rows(update):
     """The copy, which has no optimizer, would never apply the steps that they missed."""
     spec = trained_again(update, 1).optimizer.table_specs[0]
     if update == "exact":
-        assert copy.deepcopy(spec).reads_whole
+        assert copy.deepcopy(spec).reads_value
         return
     with pytest.raises(ValueError, match=r"update='deferred'.*cannot be copied.*save_model"):
         copy.deepcopy(spec)

@@ -47,9 +47,9 @@ def test_on_a_gpu_the_exact_step_leaves_them_out(monkeypatch, l2):
     optimizer = CowClipAdam(l2=l2)
     table = tf.Variable(tf.ones([V, D]))
     at, rows = tf.constant([1, 7], tf.int64), tf.ones([2, D])
-    without = optimizer._whole_gradient(rows[:1], table, at[:1]).numpy()
+    without = optimizer._dense_gradient(rows[:1], table, at[:1]).numpy()
     monkeypatch.setattr(row_clip, "_on_gpu", lambda variable: True)
-    np.testing.assert_array_equal(optimizer._whole_gradient(rows, table, at), without)
+    np.testing.assert_array_equal(optimizer._dense_gradient(rows, table, at), without)
 
 
 @pytest.mark.parametrize(("number", "is_refused"), [(2**31 - 1, False), (2**31, True)])

@@ -11,7 +11,7 @@ from merlin.models.tf.blocks.interaction import DotProductInteraction
 from merlin.schema import Schema
 
 from merlin_cowclip.models.ctr_block import KERNEL_INITIALIZER, CTRBlock, logit, mlp_block
-from merlin_cowclip.plugins._checks import layer_units, whole_number
+from merlin_cowclip.plugins._checks import integer, layer_units
 from merlin_cowclip.plugins._tensorflow import mm, tf
 
 _registered = tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -113,7 +113,7 @@ class DCNBlock(CTRBlock):
 
     def __init__(self, schema: Schema, *, cross_layers: int = 3, **kwargs: Any) -> None:
         super().__init__(schema, **kwargs)
-        self.cross_layers = whole_number("cross_layers", cross_layers)
+        self.cross_layers = integer("cross_layers", cross_layers)
         self.cross = self._cross()
         self.cross_logit = logit("cross_logit")
 
@@ -141,7 +141,7 @@ class DCNv2Block(DCNBlock):
 
     def __init__(self, schema: Schema, *, low_rank_dim: int | None = None, **kwargs: Any) -> None:
         if low_rank_dim is not None:
-            whole_number("low_rank_dim", low_rank_dim)
+            integer("low_rank_dim", low_rank_dim)
         self.low_rank_dim = low_rank_dim
         super().__init__(schema, **kwargs)
 

@@ -11,7 +11,7 @@ from merlin.models.utils.schema_utils import tensorflow_metadata_json_to_schema
 from merlin.schema import Schema, Tags
 
 from merlin_cowclip.models.embeddings import FusedEmbeddings, plain_combiner, schema_text
-from merlin_cowclip.plugins._checks import layer_units, unsavable_names, whole_number
+from merlin_cowclip.plugins._checks import integer, layer_units, unsavable_names
 from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.plugins.scaling import check_number
 
@@ -47,7 +47,7 @@ class CTRBlock(tf.keras.layers.Layer):
     ) -> None:
         super().__init__(**kwargs)
         self.schema = input_schema(schema)
-        self.embedding_dim = whole_number("embedding_dim", embedding_dim)
+        self.embedding_dim = integer("embedding_dim", embedding_dim)
         self.mlp_units = layer_units("mlp", tuple(mlp))
         self.stddev = check_number("stddev", stddev)
         self.combiner = plain_combiner(combiner)

@@ -34,7 +34,7 @@ from merlin_cowclip.models.vocabulary import (
     raw_of_ids,
 )
 from merlin_cowclip.plugins import Lookup, TableSpec
-from merlin_cowclip.plugins._checks import whole_number
+from merlin_cowclip.plugins._checks import integer
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.horovod import ranks
 from merlin_cowclip.plugins.distributed.sharding import Shard
@@ -119,7 +119,7 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
             )
         self.one_hot_fields = tuple(c.name for c in columns if not c.is_list)
         self.list_fields = tuple(c.name for c in columns if c.is_list)
-        self.dim = whole_number("dim", dim)
+        self.dim = integer("dim", dim)
         self.stddev = check_number("stddev", stddev)
         self.combiner = per_list = plain_combiner(combiner)
         if isinstance(per_list, str):

@@ -191,9 +191,9 @@ def encode(
 def _as_text(raw: Any) -> str:
     if isinstance(raw, str):
         return raw
-    is_whole = isinstance(raw, int | np.integer) and not isinstance(raw, bool)
+    is_id = isinstance(raw, int | np.integer) and not isinstance(raw, bool)
     # From 2^53 on, several integers are one float.
-    if is_whole or (isinstance(raw, float) and raw.is_integer() and abs(raw) < 2**53):
+    if is_id or (isinstance(raw, float) and raw.is_integer() and abs(raw) < 2**53):
         return str(int(raw))
     raise ValueError(
         f"A raw id must be text, as in counts/, or an integer. Received: {raw!r}, "

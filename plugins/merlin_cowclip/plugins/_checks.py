@@ -22,7 +22,7 @@ def check_path(name: str, path: str | os.PathLike[str]) -> None:
         )
 
 
-def is_whole(
+def is_integer(
     value: Any, least: int | None = None, most: int | None = None, *, numpys: bool = False
 ) -> TypeGuard[int]:
     """Whether `value` is a whole number from `least` to `most`, and no bool; NumPy's: `numpys`."""
@@ -45,17 +45,17 @@ def make_plain(instance: Any) -> None:
         object.__setattr__(instance, field.name, plain(getattr(instance, field.name)))
 
 
-def whole_range(least: int, most: int | None = None) -> str:
+def integer_range(least: int, most: int | None = None) -> str:
     """Those numbers in words."""
     limits = f"of at least {least}" if most is None else f"from {least} to {most}"
     return f"a whole number {limits}"
 
 
-def whole_number(name: str, value: Any, most: int | None = None, *, least: int = 1) -> int:
+def integer(name: str, value: Any, most: int | None = None, *, least: int = 1) -> int:
     """`value`, if it is a whole number in this range; else a ValueError."""
-    if not is_whole(value, least, most):
+    if not is_integer(value, least, most):
         positive = least == 1 and most is None
-        wanted = "a positive whole number" if positive else whole_range(least, most)
+        wanted = "a positive whole number" if positive else integer_range(least, most)
         raise ValueError(f"{name} must be {wanted}. Received: {name}={value!r}")
     return value
 
@@ -63,7 +63,7 @@ def whole_number(name: str, value: Any, most: int | None = None, *, least: int =
 def layer_units(name: str, units: Any) -> tuple[int, ...]:
     """The units of an MLP's layers, at least one; a ValueError for anything else."""
     layers = isinstance(units, list | tuple) and units
-    if not layers or not all(is_whole(u, 1) for u in layers):
+    if not layers or not all(is_integer(u, 1) for u in layers):
         raise ValueError(
             f"{name} must be at least one positive whole number of units. Received: "
             f"{name}={units!r}"

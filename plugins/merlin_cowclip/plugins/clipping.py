@@ -84,12 +84,12 @@ def _field_norms(norms: tf.Tensor, of: RowNorms) -> tf.Tensor:
     return tf.gather(largest * tf.sqrt(total), of.fields)
 
 
-def _share(norms: tf.Tensor, whole: tf.Tensor, bound: tf.Tensor | float) -> tf.Tensor:
-    """Clipped norms of rows whose unit, of norm `whole`, shrinks to `bound`: equal parts of it."""
-    bound = tf.minimum(whole, bound)
-    # By roots, for norms / whole and bound / whole alone can underflow where the result does not.
-    root = tf.math.divide_no_nan(tf.sqrt(bound), tf.sqrt(whole))
-    return tf.where(whole > bound, norms * root * root, norms)
+def _share(norms: tf.Tensor, unit: tf.Tensor, bound: tf.Tensor | float) -> tf.Tensor:
+    """Clipped norms of rows whose unit, of norm `unit`, shrinks to `bound`: equal parts of it."""
+    bound = tf.minimum(unit, bound)
+    # By roots, for norms / unit and bound / unit alone can underflow where the result does not.
+    root = tf.math.divide_no_nan(tf.sqrt(bound), tf.sqrt(unit))
+    return tf.where(unit > bound, norms * root * root, norms)
 
 
 @dataclass(frozen=True)

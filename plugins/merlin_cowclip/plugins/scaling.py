@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from merlin_cowclip.plugins._checks import is_whole, make_plain, plain
+from merlin_cowclip.plugins._checks import is_integer, make_plain, plain
 from merlin_cowclip.plugins._text import format_table
 
 K = 1024
@@ -79,7 +79,7 @@ class Hyperparameters:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if not is_whole(self.batch_size, 1, numpys=True):
+        if not is_integer(self.batch_size, 1, numpys=True):
             raise ValueError(
                 "batch_size must be a positive whole number. Received: "
                 f"batch_size={self.batch_size!r}"
@@ -202,7 +202,7 @@ def scale(tuned: Hyperparameters, *, to: int, rule: str = "sqrt_decay") -> Hyper
       rule: a name in `SCALING_RULES`.
     """
     found = find_rule(rule)
-    if not is_whole(to, 1, numpys=True):
+    if not is_integer(to, 1, numpys=True):
         raise ValueError(f"to must be a positive whole number of samples. Received: to={to!r}")
     to = int(to)
     s = to / tuned.batch_size

@@ -15,7 +15,7 @@ Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule;
 _KERAS_SCHEDULE = tf.keras.optimizers.schedules.LearningRateSchedule
 
 
-def whole_steps(name: str, steps: Any) -> int | None:
+def check_steps(name: str, steps: Any) -> int | None:
     """A number of updates, or `None`; a float, as a division gives it, must be whole."""
     if steps is not None and (not isinstance(steps, numbers.Real) or steps < 1 or steps % 1):
         raise ValueError(

@@ -10,7 +10,7 @@ import errno
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from merlin_cowclip.plugins._checks import is_whole, whole_range
+from merlin_cowclip.plugins._checks import integer_range, is_integer
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REASON = 300  # characters of a library's reason in a message
@@ -71,5 +71,5 @@ def clipped(reason: str) -> str:
 
 def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
     """Raise UserError for what is no whole number, Python's or NumPy's, or out of range."""
-    if not is_whole(value, least, most, numpys=True):
-        raise UserError(f"{name} must be {whole_range(least, most)}. Received: {value!r}")
+    if not is_integer(value, least, most, numpys=True):
+        raise UserError(f"{name} must be {integer_range(least, most)}. Received: {value!r}")

@@ -21,7 +21,7 @@ class RowSums(NamedTuple):
     indices: tf.Tensor  # U row numbers, each once, int64
     gradients: tf.Tensor  # U×d, float32 or wider
     counts: tf.Tensor  # U, samples that hold the row, float32
-    is_whole: bool = False  # whether it is a dense gradient, U = V
+    is_dense: bool = False  # whether it is a dense gradient, U = V
 
 
 class ReducedRows(tf.IndexedSlices):
@@ -48,7 +48,7 @@ def all_reduce_dense(gradients: Sequence[Any]) -> list[Any]:
 
 def all_gather_rows(share: RowSums, variable: tf.Variable) -> RowSums:
     """The gradient of a replicated table: of all ranks' shares as one batch's."""
-    if not share.is_whole:
+    if not share.is_dense:
         indices, rows = all_gather_each(packed(share))
         return merged(indices, rows, variable)
     mean = all_reduce(share.gradients, "sum") / ranks().size

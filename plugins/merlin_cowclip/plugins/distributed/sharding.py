@@ -41,12 +41,12 @@ class Shard(NamedTuple):
 
 @tf.autograph.experimental.do_not_convert
 def look_up(
-    variable: tf.Variable, rows: tf.Tensor, shard: Shard, *, whole: bool, trainable: bool
+    variable: tf.Variable, rows: tf.Tensor, shard: Shard, *, from_value: bool, trainable: bool
 ) -> tf.Tensor:
     """Rows of a table in shards, by row numbers of any shape: that shape × d; on all ranks at once.
 
     A number out of range is read as the first or the last row. The gradient has slices by row
-    number of the whole table. `variable` has this rank's rows; `whole`: whether
+    number of the whole table. `variable` has this rank's rows; `from_value`: whether
     to gather from its value; `trainable`: whether an optimizer sends gradients to the owners.
     """
     flat = tf.reshape(rows, [-1])
@@ -66,7 +66,7 @@ def look_up(
         with colocated_with(variable) as on_cpu:
             find = functools.partial(_requests, flat, shard, on_cpu)
             places, sizes, at = once_per_graph(("requests", shard), [source_of(flat)], find)
-            source = tf.convert_to_tensor(variable) if whole else variable
+            source = tf.convert_to_tensor(variable) if from_value else variable
             answers, _ = all_to_all(tf.gather(source, places), sizes)
             return tf.gather(answers, at), gradient
 

@@ -13,15 +13,12 @@ from collections import Counter, deque
 from collections.abc import Hashable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from merlin_cowclip.plugins._tensorflow import FuncGraph, is_recording, kept_on, tf
 from merlin_cowclip.plugins.row_ops import Rows, source_of, tally, unique, unique_rows
-
-if TYPE_CHECKING:
-    from merlin_cowclip.plugins.embeddings.tables import TableSpec
 
 _MOST_EAGER = 1024  # lookups of forward passes whose gradients are never applied
 _CALL_IT_ITSELF = (
@@ -175,8 +172,8 @@ def batch_size(recorders: Iterable[LookupRecorder]) -> tf.Tensor | None:
     return tf.add_n(rows) if rows else None
 
 
-def count_samples(table: TableSpec, indices: tf.Tensor, on_cpu: bool = False) -> Rows:
-    """The rows of a table's gradient (n indices), and how many samples of the step hold each.
+def count_samples(table: Any, indices: tf.Tensor, on_cpu: bool = False) -> Rows:
+    """The rows of a `TableSpec`'s gradient (n indices), and how many samples of the step hold each.
 
     A gradient of other rows than the lookups is a ValueError; in a graph, the step's error.
     """
@@ -211,7 +208,7 @@ def _check_size(lookups: Sequence[Lookup], indices: tf.Tensor, name: str) -> tf.
     return tf.debugging.Assert(fits, [refusal, tf.size(indices, tf.int64), most])
 
 
-def count_all_rows(table: TableSpec, on_cpu: bool = False) -> tf.Tensor:
+def count_all_rows(table: Any, on_cpu: bool = False) -> tf.Tensor:
     """Counts of all rows of a table whose gradient is dense, V float32; see `count_samples`."""
     once = {one.identity: one for one in table.recorder.take(table.name)}.values()
     held = tf.concat([one.rows_per_sample(table.num_rows) for one in once], axis=0)

@@ -50,9 +50,9 @@ class TableSpec:
     is_tied: bool = False
     uses_gather: bool = False
     shard: Shard | None = None
-    # Set by the optimizer: whether `gather` reads the whole variable (`None`: in eager calls), and
-    # what is called before rows are read, with the variable and the rows, or `None` for all.
-    reads_whole: bool | None = None
+    # Set by the optimizer: whether `gather` reads the value of the variable (`None`: in eager
+    # calls), and what is called before rows are read, with the variable and rows (`None`: all).
+    reads_value: bool | None = None
     catch_up: Callable[[tf.Variable, tf.Tensor | None], None] | None = None
 
     def __post_init__(self) -> None:
@@ -105,11 +105,11 @@ class TableSpec:
         variable = self.variable
         if self.catch_up is not None and self.has_pending_rows:
             self.catch_up(variable, rows)
-        is_known = self.reads_whole is not None  # to an optimizer
-        whole = bool(self.reads_whole if is_known else tf.executing_eagerly())
+        is_known = self.reads_value is not None  # to an optimizer
+        from_value = bool(self.reads_value if is_known else tf.executing_eagerly())
         if self.shard is not None:
-            return look_up(variable, rows, self.shard, whole=whole, trainable=is_known)
-        return tf.gather(tf.convert_to_tensor(variable) if whole else variable, rows)
+            return look_up(variable, rows, self.shard, from_value=from_value, trainable=is_known)
+        return tf.gather(tf.convert_to_tensor(variable) if from_value else variable, rows)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: refused of a table with pending rows, or with one rank's rows."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
-from merlin_cowclip.plugins._checks import RefusesOptions, whole_number
+from merlin_cowclip.plugins._checks import RefusesOptions, integer
 from merlin_cowclip.plugins._tensorflow import Tags, filter_empty_gradients, mm, tf
 from merlin_cowclip.plugins.distributed.horovod import ranks, refuse_replicas
 from merlin_cowclip.plugins.distributed.sharding import Shard
@@ -33,7 +33,7 @@ from merlin_cowclip.plugins.optimizers.row_clip import CLIPS_OF_KERAS, ClipsRows
 from merlin_cowclip.plugins.optimizers.state import TrainsModel
 from merlin_cowclip.plugins.optimizers.summary import Owned, summary_of
 from merlin_cowclip.plugins.scaling import MIN_STEPS, Hyperparameters, check_number
-from merlin_cowclip.plugins.schedules import LinearWarmup, Proportional, Schedule, whole_steps
+from merlin_cowclip.plugins.schedules import LinearWarmup, Proportional, Schedule, check_steps
 
 _CLIPPED = "Use hyperparameters.clip for tables; set it on optimizer.default_optimizer for others."
 _PER_PART = "Each of optimizer.optimizers, its three parts, has its own."
@@ -199,7 +199,7 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
         self.hyperparameters = hp
         self.update_mode = update
         self.base = base
-        self.accumulate = whole_number("accumulate", accumulate)
+        self.accumulate = integer("accumulate", accumulate)
         if ema is not None and (check_number("ema", ema) >= 1 or update == "deferred"):
             raise ValueError(
                 f"ema must be below 1, and update exact or lazy. Received: {ema}, {update!r}"
@@ -208,7 +208,7 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
         self.clip_tables = clip_tables
         self.dense_schedule = dense_schedule
         self.embedding_schedule = embedding_schedule
-        self.total_steps = whole_steps("total_steps", total_steps)
+        self.total_steps = check_steps("total_steps", total_steps)
         if decay_steps is not None and total_steps is not None:
             decay_steps.assign(self.total_steps)
         self.steps_per_epoch = steps_per_epoch
@@ -324,14 +324,14 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
             before = spec.catch_up
             if before is not None and before != self._catch_up_rows and spec.layer.built:
                 before(spec.variable, None)
-            spec.reads_whole = self.update_mode == "exact"
+            spec.reads_value = self.update_mode == "exact"
             spec.catch_up = self._catch_up_rows if self.update_mode == "deferred" else None
 
     def release_tables(self) -> None:
         """Own the tables no more, until `take_tables`; no row is pending."""
         self.catch_up()
         for spec in self._specs or ():
-            spec.reads_whole = spec.catch_up = None
+            spec.reads_value = spec.catch_up = None
 
     @tf.autograph.experimental.do_not_convert
     def _catch_up_rows(self, variable: tf.Variable, rows: tf.Tensor | None) -> None:
@@ -418,7 +418,7 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
 
     @steps_per_epoch.setter
     def steps_per_epoch(self, steps: int | None) -> None:
-        self._steps_per_epoch = steps = whole_steps("steps_per_epoch", steps)
+        self._steps_per_epoch = steps = check_steps("steps_per_epoch", steps)
         if steps is not None:
             self._warm_up_for(steps)
 

@@ -168,7 +168,7 @@ class ClipsRows(RefusesOptions, _Keras):
                 if is_counted:
                     counts = count_all_rows(spec, on_cpu)
                 rows = tf.range(number, dtype=tf.int64)
-                return RowSums(rows, widened(gradient), counts, is_whole=True)
+                return RowSums(rows, widened(gradient), counts, is_dense=True)
             indices = gradient.indices
             if spec is not None and is_counted:
                 found = count_samples(spec, indices, on_cpu)
@@ -193,7 +193,7 @@ class ClipsRows(RefusesOptions, _Keras):
         clipped, transformed = self._clipped(tables, rows, variables), []
         for table, new, variable in zip(tables, clipped, variables, strict=True):
             new = tf.cast(new, variable.dtype)
-            new = new if table.is_whole else tf.IndexedSlices(new, table.indices)
+            new = new if table.is_dense else tf.IndexedSlices(new, table.indices)
             transformed.append((new, variable))
         return transformed
 
@@ -204,9 +204,9 @@ class ClipsRows(RefusesOptions, _Keras):
             sums = gradient.sums if is_reduced else self._sum_rows(gradient, variable)
             self._before_rows(variable, sums.indices)
             # See `TableSpec.gather`.
-            whole = sums.is_whole or self.update == "exact"
-            rows = tf.convert_to_tensor(variable) if whole else variable
-            rows = rows if sums.is_whole else tf.gather(rows, sums.indices)
+            from_value = sums.is_dense or self.update == "exact"
+            rows = tf.convert_to_tensor(variable) if from_value else variable
+            rows = rows if sums.is_dense else tf.gather(rows, sums.indices)
             dtype = sums.gradients.dtype
             decay = 2.0 * self._number("l2", dtype) * tf.cast(rows, dtype)
             return sums._replace(gradients=sums.gradients + decay), rows
@@ -236,7 +236,7 @@ class ClipsRows(RefusesOptions, _Keras):
             specs = [self._specs[variable.ref()] for variable in variables]
             with colocated_with(variables[0]) as on_cpu:
                 # Of a dense gradient every row is one of the batch's; of another not the padding.
-                held = [tf.maximum(t.counts, 1.0) if t.is_whole else t.counts for t in tables]
+                held = [tf.maximum(t.counts, 1.0) if t.is_dense else t.counts for t in tables]
                 self.statistics.add(known, tf.concat(held, axis=0), new_norms, rows, specs, on_cpu)
         if self.clip is None:
             return [table.gradients for table in tables]
@@ -300,16 +300,16 @@ class ClipsRows(RefusesOptions, _Keras):
     ) -> tf.Operation:
         if self.update != "exact":
             return self._apply_rows(grad, var, indices)
-        return self._resource_apply_dense(self._whole_gradient(grad, var, indices), var)
+        return self._resource_apply_dense(self._dense_gradient(grad, var, indices), var)
 
     def _apply_rows(self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor) -> tf.Operation:
         """The optimizer on some rows, each once."""
         return super()._resource_apply_sparse(grad, var, indices)
 
-    def _whole_gradient(self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor) -> tf.Tensor:
+    def _dense_gradient(self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor) -> tf.Tensor:
         """V×d: the batch's rows as clipped, all others as absent, in one V×d temporary."""
         rows = tf.convert_to_tensor(var)
-        whole = absent = 2.0 * self._number("l2", rows.dtype) * rows
+        dense = absent = 2.0 * self._number("l2", rows.dtype) * rows
 
         def clipped() -> tf.Tensor:
             norms, exempt = row_norms(absent), self._exempt_mask(var)
@@ -322,9 +322,9 @@ class ClipsRows(RefusesOptions, _Keras):
         if self.clip == "adaptive_column":
             with tf.device("CPU:0"):
                 is_reached = self._numbers["clip_ratio"] < 2.0 * self._numbers["l2"]
-            whole = tf.cond(is_reached, clipped, lambda: absent)
+            dense = tf.cond(is_reached, clipped, lambda: absent)
         # tensor_scatter_nd_update would copy it, and, deterministic on a GPU, take it to the host.
-        return with_rows(whole, indices, grad, in_range=not _on_gpu(var))
+        return with_rows(dense, indices, grad, in_range=not _on_gpu(var))
 
     def _exempt_mask(self, var: tf.Variable) -> tf.Tensor | None:
         """Which rows of a table are not to be clipped, V booleans; `None` for none."""

@@ -29,7 +29,7 @@ from merlin_cowclip.plugins.optimizers.adam import CowClipAdam
 from merlin_cowclip.plugins.optimizers.row_clip import table_parts
 from merlin_cowclip.plugins.row_ops import colocated_with, sum_columns, sum_per_row, tally, unique
 from merlin_cowclip.plugins.scaling import Hyperparameters
-from merlin_cowclip.plugins.schedules import LinearWarmup, Schedule, whole_steps
+from merlin_cowclip.plugins.schedules import LinearWarmup, Schedule, check_steps
 
 Ids: TypeAlias = Any  # tf.Tensor, tf.RaggedTensor or tf.SparseTensor of integers
 
@@ -140,8 +140,8 @@ class CowClipSokOptimizer(tf.Module):
             raise ValueError(
                 f"clip must be None or one of {rules} for SOK's tables. Received: {hp.clip!r}."
             )
-        steps = whole_steps("steps_per_epoch", steps_per_epoch)
-        total = whole_steps("total_steps", total_steps)
+        steps = check_steps("steps_per_epoch", steps_per_epoch)
+        total = check_steps("total_steps", total_steps)
         dense_rate, embedding_rate = dense_schedule or hp.dense_lr, embedding_schedule
         if hp.decay and not (dense_schedule and embedding_schedule):
             if total is None:

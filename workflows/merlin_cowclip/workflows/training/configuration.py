@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from merlin_cowclip.plugins._checks import layer_units, make_plain, whole_number
+from merlin_cowclip.plugins._checks import integer, layer_units, make_plain
 from merlin_cowclip.plugins.scaling import (
     ADAPTIVE_CLIPS,
     CLIPS,
@@ -150,7 +150,7 @@ def _flag(name: str, value: Any) -> bool:
 
 
 _CHECKS: dict[str, Check] = {
-    **{"size": whole_number, "count": whole_number, "number": check_number},
+    **{"size": integer, "count": integer, "number": check_number},
     "positive": functools.partial(check_number, positive=True),
     **{"units": layer_units, "flag": _flag},
 }  # by kind
@@ -220,7 +220,7 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
 
 _OURS = "sqrt_decay or cowclip"
 _CONSTANT = (None, CONSTANT_SCHEDULE)
-_seed = functools.partial(whole_number, most=LARGEST_SEED, least=0)
+_seed = functools.partial(integer, most=LARGEST_SEED, least=0)
 _network, _run, _value, _clip = (
     functools.partial(option, group=group)
     for group in (
