@@ -30,6 +30,10 @@ VARIANTS = {
     "lazy cowclip": "ours, lazy, CowClip",
     "exact cowclip": "ours, exact, CowClip",
     "deferred cowclip": "ours, deferred, CowClip",
+    "lazy cowclip adagrad": "ours, lazy, CowClip, Adagrad",
+    "lazy cowclip rowwise_adagrad": "ours, lazy, CowClip, row-wise Adagrad",
+    "lazy cowclip ema": "ours, lazy, CowClip, averaged weights",
+    "lazy cowclip 4": "ours, lazy, CowClip, 4 micro-batches",
     "dense way": "whole tables, our network (dense way)",
     "published": "whole tables, 26 of them (published)",
 }
@@ -37,6 +41,10 @@ VARIANTS = {
 PASSES = {
     "lazy none": "lazy cowclip",
     "deferred cowclip": "lazy cowclip",
+    "lazy cowclip adagrad": "lazy cowclip",
+    "lazy cowclip rowwise_adagrad": "lazy cowclip",
+    "lazy cowclip ema": "lazy cowclip",
+    "lazy cowclip 4": "lazy cowclip",
     "dense way": "exact cowclip",
 }
 PARTS = [
@@ -50,6 +58,10 @@ RATIOS = [
     ("stock", "lazy cowclip"),
     ("exact cowclip", "lazy cowclip"),
     ("deferred cowclip", "lazy cowclip"),
+    ("lazy cowclip adagrad", "lazy cowclip"),
+    ("lazy cowclip rowwise_adagrad", "lazy cowclip"),
+    ("lazy cowclip ema", "lazy cowclip"),
+    ("lazy cowclip 4", "lazy cowclip"),
     *(
         (ours, theirs)
         for ours in ("lazy cowclip", "exact cowclip")

@@ -12,6 +12,12 @@ from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
 from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags, mm, tf
 
 FIELDS, NUMBERS, WIDTH, MLP = 26, 13, 10, (400, 400, 400)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adagrad": {"base": "adagrad"},
+    "rowwise_adagrad": {"base": "rowwise_adagrad"},
+    "ema": {"ema": 0.999},
+    "4": {"accumulate": 4},
+}
 L2, RATIO, FLOOR = 1e-5, 1.0, 3.162e-5
 
 # Distinct ids of Criteo's 26 fields in the Kaggle data, rounded: their proportions are used.
@@ -188,9 +194,10 @@ def build(variant: str, rows: int, size: int) -> Callable[[], Any]:
             finder = CowClipOptimizer.for_model(model, hp)
             optimizer = DenseCowClip(1e-4, lambda: list(finder.table_specs))
         else:
-            update, clip = whole.split()
+            update, clip, *more = whole.split()
             used = hp if clip == "cowclip" else hp.replace(clip=None)
-            optimizer = CowClipOptimizer.for_model(model, used, update=update)
+            options = OPTIONS[more[0]] if more else {}
+            optimizer = CowClipOptimizer.for_model(model, used, update=update, **options)
     if part:
         optimizer = NoUpdate(gradients=part == "gradients")
     model.compile(optimizer=optimizer, metrics=[], loss="binary_crossentropy")
