@@ -17,7 +17,14 @@ import tensorflow as tf
 from merlin_cowclip.models import MODELS, deepfm
 from merlin_cowclip.models.blocks import DLRMBlock
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
-from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags, mm, quiet_stack
+from merlin_cowclip.plugins._tensorflow import (
+    ColumnSchema,
+    Schema,
+    Tags,
+    mm,
+    precision_policy,
+    quiet_stack,
+)
 
 from ..saves import quick_saves
 from .networks import (
@@ -376,6 +383,16 @@ def test_config_round_trip(name):
     assert type(again) is cls
     assert again.get_config() == config
     assert again.schema.column_names == SCHEMA.excluding_by_tag(Tags.TARGET).column_names
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_block_in_half_precision_is_loaded_with_its_layers(name):
+    """The layers within were float32 where Keras's global policy is."""
+    with precision_policy("mixed_float16"):
+        block = block_of(NETWORKS[name].build())
+    again = type(block).from_config(json.loads(json.dumps(block.get_config())))
+    for one in (block, again):
+        assert {layer.compute_dtype for layer in one._flatten_layers()} == {"float16"}
 
 
 # Refused

@@ -12,7 +12,7 @@ from merlin.schema import Schema, Tags
 
 from merlin_cowclip.models.embeddings import FusedEmbeddings, plain_combiner, schema_text
 from merlin_cowclip.plugins._checks import integer, layer_units, unsavable_names
-from merlin_cowclip.plugins._tensorflow import mm, tf
+from merlin_cowclip.plugins._tensorflow import mm, precision_policy, tf
 from merlin_cowclip.plugins.scaling import check_number
 
 KERNEL_INITIALIZER = "he_normal"
@@ -117,8 +117,10 @@ class CTRBlock(tf.keras.layers.Layer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CTRBlock:
-        """The block that `get_config` describes."""
-        return cls(**{**config, "schema": tensorflow_metadata_json_to_schema(config["schema"])})
+        """The block that `get_config` describes, with its layers in its precision."""
+        schema = tensorflow_metadata_json_to_schema(config["schema"])
+        with precision_policy(tf.keras.layers.Layer(dtype=config.get("dtype")).dtype_policy):
+            return cls(**{**config, "schema": schema})
 
 
 def logit(name: str) -> tf.keras.layers.Dense:

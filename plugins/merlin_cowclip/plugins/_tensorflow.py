@@ -45,6 +45,17 @@ def quiet_stack() -> Iterator[None]:
         absl.logging.set_verbosity(verbosity)
 
 
+@contextlib.contextmanager
+def precision_policy(policy: Any) -> Iterator[None]:
+    """Give the layers that are made and built within a Keras policy, or one by name."""
+    before = tf.keras.mixed_precision.global_policy()
+    tf.keras.mixed_precision.set_global_policy(policy)
+    try:
+        yield
+    finally:
+        tf.keras.mixed_precision.set_global_policy(before)
+
+
 with warnings.catch_warnings(), quiet_stack():
     # Merlin warns where torch and tritonclient are not installed; neither is needed here.
     warnings.simplefilter("ignore")

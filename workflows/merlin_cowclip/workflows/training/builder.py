@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.plugins import CowClipOptimizer
-from merlin_cowclip.plugins._tensorflow import mm, tf
+from merlin_cowclip.plugins._tensorflow import mm, precision_policy, tf
 from merlin_cowclip.plugins.optimizers.state import state_of, weights_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.checkpoint import Checkpoint
@@ -32,17 +31,6 @@ def set_seeds(seed: int, *, deterministic: bool) -> None:
     tf.keras.utils.set_random_seed(seed)
     if deterministic:
         tf.config.experimental.enable_op_determinism()
-
-
-@contextlib.contextmanager
-def precision_policy(config: TrainConfig) -> Iterator[None]:
-    """Give the layers that are made and built within the precision of a configuration."""
-    before = tf.keras.mixed_precision.global_policy()
-    tf.keras.mixed_precision.set_global_policy(config.precision)
-    try:
-        yield
-    finally:
-        tf.keras.mixed_precision.set_global_policy(before)
 
 
 def network(config: TrainConfig, schema: Schema) -> mm.Model:
@@ -104,7 +92,7 @@ def restored_model(
     text = schema.read_text(encoding="utf-8")
     config = dataclasses.replace(config, tables="replicated")  # whole, wherever it is called
     needs_state = config.update == "deferred" or config.ema is not None
-    with precision_policy(config):
+    with precision_policy(config.precision):
         model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
         optimizer = compile_model(config, model, updates=1, batches=1) if needs_state else None
         model(dummy_batch(record))

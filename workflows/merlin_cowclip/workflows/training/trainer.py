@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.plugins import FieldStatistics, RowStatistics
-from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins._tensorflow import precision_policy, tf
 from merlin_cowclip.plugins.optimizers.state import mean_loss, shards_of, training_state
 from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
 from merlin_cowclip.workflows.progress import progress_bar
@@ -26,7 +26,6 @@ from merlin_cowclip.workflows.training.builder import (
     compile_model,
     dummy_batch,
     network,
-    precision_policy,
     set_seeds,
 )
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State
@@ -111,7 +110,7 @@ class Trainer:
         self._after_step = after_step
         self._valid = data.valid_files and Loader(data, "valid", batch_size=EVALUATION_BATCH)
         steps = {"updates": loader.rows // config.batch_size, "batches": len(loader)}
-        with precision_policy(config):
+        with precision_policy(config.precision):
             try:
                 self.model = network(config, data.schema)
                 self.optimizer = compile_model(config, self.model, **steps)
