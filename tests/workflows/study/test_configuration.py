@@ -103,14 +103,17 @@ def test_a_schedule_is_the_same_if_training_stops_before():
 
 def test_the_portfolio():
     """It is in the ranges, and λ times the rows is that of the data where it was found."""
-    config = TuneConfig(batch_size=4096, epochs=3, rows=500_000)
+    more = {"precision": "mixed_bfloat16", "deterministic": False}
+    config = TuneConfig(batch_size=4096, epochs=3, rows=500_000, **more)
     assert not config.rules
     assert [origin for _, origin in config.queue] == [f"portfolio {n}" for n in range(1, 8)]
     text = Path(configuration.__file__).with_name("portfolio.json").read_text(encoding="utf-8")
     for one, (params, _), found in zip(
         json.loads(text), config.queue, config.portfolio, strict=True
     ):
-        assert config.train_config(params).hyperparameters == found.hyperparameters
+        trial = config.train_config(params)
+        assert trial.hyperparameters == found.hyperparameters
+        assert (trial.precision, trial.deterministic) == tuple(more.values())
         assert (found.batch_size, found.update) == (4096, one["update"])
         assert found.epochs == min(one["epochs"], 3)
         l2 = one["hyperparameters"]["l2"]
