@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows.data.adopt.graph import load_saved
 from merlin_cowclip.workflows.data.encoder import Encoder, scale_of
 from merlin_cowclip.workflows.data.prepare.executor import connect, run_tasks
+from merlin_cowclip.workflows.data.prepare.fit import all_missing
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
 from merlin_cowclip.workflows.data.prepare.shuffle import (
     MIN_ROWS_TO_PART,
@@ -84,9 +85,8 @@ def prepare_on_dask(
             "engine 'nvtabular' reads files at the same time and has no sequential split. Split by "
             "time or at random, or give files"
         )
-    refused = [key for key in NOT_OFFERED if getattr(spec, key)]
-    if refused or (device == "gpu" and [*spec.renamed, *_time_fields(spec)]):
-        refused = refused or [*spec.renamed, *_time_fields(spec)]
+    not_offered = (*NOT_OFFERED, *(("renamed", *TIME_FIELDS) if device == "gpu" else ()))
+    if refused := [key for key in not_offered if getattr(spec, key)]:
         raise UserError(
             f"engine 'nvtabular' does not offer {quoted(refused)} of the specification on device "
             f"{device!r}. Leave them out, or the engine"
@@ -286,10 +286,6 @@ def raw_part_schema(spec: DatasetSpec) -> pa.Schema:
     return pa.schema([(f.name, kinds.get(f.name, f.type)) for f in part_schema(spec)])
 
 
-def _time_fields(spec: DatasetSpec) -> list[str]:
-    return [name for name in TIME_FIELDS if getattr(spec, name)]
-
-
 def _whole(column: pa.ChunkedArray) -> pa.Array:
     return pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
 
@@ -302,12 +298,7 @@ def _workflow(folder: Path) -> Any:
 
 def _chunks(source: Source, size: int) -> tuple[Source, list[Chunk]]:
     """Divide a source, which may have to be searched for quotes and line ends."""
-    try:
-        return source, source.chunks(size)
-    except FileNotFoundError:
-        raise UserError(
-            f"a Dask worker does not see {source.path}. Give a file that all workers see"
-        ) from None
+    return source, source.chunks(size)
 
 
 def _flat(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -412,10 +403,7 @@ def _checked_ranges(
     for name in spec.fields:
         of = found.loc[("train", name)]
         if of["missing"] == of["occurrences"]:
-            raise UserError(
-                f"column {name!r} has no value in the {rows['train']:,} training rows. Take it out "
-                "of the specification"
-            )
+            raise all_missing(name, rows["train"])
         if name in spec.continuous:  # a missing number counts as 0
             ends = [float(of["min"]), float(of["max"]), *[0.0] * bool(of["missing"])]
             low, high = min(ends), max(ends)
@@ -457,8 +445,6 @@ def _report(
     told: dict[str, Any] = {key: int(train[key]) for key in ("occurrences", "missing")}
     if ids:
         told |= {key: ids[key] for key in ("distinct", "below_threshold")}
-        if told["distinct"] == 1 and not told["missing"]:
-            told["note"] = "all training rows have the same id: leave the column out"
     else:
         told |= {"min": float(train["min"]), "max": float(train["max"])}
         told["mean"] = float(train["total"] / (train["occurrences"] - train["missing"]))
