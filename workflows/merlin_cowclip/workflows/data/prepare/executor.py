@@ -102,9 +102,8 @@ def connect(
                 "workers, or machines with more memory"
             ) from None
         except Exception as error:
-            if isinstance(error, UserError) or not scheduler or client.status != "running":
-                raise
-            if not (failed := client.run_on_scheduler(erred_on, client=client.id)):
+            known = isinstance(error, UserError) or not scheduler or client.status != "running"
+            if known or not (failed := client.run_on_scheduler(erred_on, client=client.id)):
                 raise
             kind = UserError if isinstance(error, OSError) else RuntimeError
             raise kind(

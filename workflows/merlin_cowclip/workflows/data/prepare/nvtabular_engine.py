@@ -31,10 +31,9 @@ from merlin_cowclip.workflows.data.prepare.executor import connect, run_tasks
 from merlin_cowclip.workflows.data.prepare.fit import all_missing
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
 from merlin_cowclip.workflows.data.prepare.shuffle import (
-    MIN_ROWS_TO_PART,
-    MIN_TRAIN_PARTS,
     PART_ROWS,
     ROW_GROUP_ROWS,
+    part_jobs,
     part_schema,
 )
 from merlin_cowclip.workflows.data.prepare.split import as_numbers, time_text
@@ -105,9 +104,7 @@ def prepare_on_dask(
         jobs = _count_ids(client, tasks, files, found, progress)
         ids = dict(zip(spec.ids, run("ranking", tasks.rank, jobs), strict=True))
         run("workflow", save_fitted_workflow, [(spec, folder, ranges)])
-        outputs = {part: max(-(-rows[part] // part_rows), 1) for part in PARTS}
-        if rows["train"] >= MIN_ROWS_TO_PART:
-            outputs["train"] = max(outputs["train"], MIN_TRAIN_PARTS)
+        outputs = {part: max(len(part_jobs(part, rows[part], part_rows)), 1) for part in PARTS}
         buckets = {**outputs, **dict.fromkeys(HELD_OUT, 1)}
         to_encode = [(i, name, ranges, buckets[part]) for i, (part, name, _) in enumerate(files)]
         encoded = pd.DataFrame(itertools.chain(*run("encoding", tasks.encode, to_encode)))
@@ -238,7 +235,7 @@ class _Tasks:
             table = workflow.transform(cudf.DataFrame.from_arrow(raw)).to_arrow()
         else:
             encoder = Encoder.open(self.folder, self.spec, ranges)
-            columns = {n: encoder.encode(n, _whole(raw[n])) for n in self.spec.fields}
+            columns = {n: encoder.encode(n, raw[n].combine_chunks()) for n in self.spec.fields}
             table = pa.table({self.spec.label: raw[self.spec.label], **columns})
         table = table.select(schema.names).cast(schema)
         for field in self.spec.ids:
@@ -284,10 +281,6 @@ def raw_part_schema(spec: DatasetSpec) -> pa.Schema:
     kinds |= dict.fromkeys(spec.lists, pa.list_(pa.string()))
     kinds |= dict.fromkeys(spec.continuous, pa.float64())
     return pa.schema([(f.name, kinds.get(f.name, f.type)) for f in part_schema(spec)])
-
-
-def _whole(column: pa.ChunkedArray) -> pa.Array:
-    return pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
 
 
 @functools.lru_cache(1)
