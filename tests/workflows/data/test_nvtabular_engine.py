@@ -255,14 +255,6 @@ def test_times_of_two_forms_in_two_files(tmp_path):
             prepare(OWN, [tmp_path / "a", tmp_path / "b"], tmp_path / "out", engine=engine)
 
 
-def test_input_that_a_worker_does_not_see(tmp_path, monkeypatch):
-    own_log().to_csv(tmp_path / "log", index=False)
-    monkeypatch.setattr(CsvSource, "chunks", lambda *_: (tmp_path / "x").stat())
-    with pytest.raises(UserError, match="a Dask worker does not see .*log. Give a file that all"):
-        prepare(OWN, [tmp_path / "log"], tmp_path / "out", engine="nvtabular", progress=False)
-    assert [p.name for p in tmp_path.iterdir()] == ["log"]
-
-
 def test_arguments_are_checked(tmp_path):
     own_log().to_csv(tmp_path / "log", index=False)
     last = dataclasses.replace(OWN, split=Split("sequential"))

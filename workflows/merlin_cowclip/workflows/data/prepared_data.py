@@ -201,8 +201,7 @@ class PreparedData:
         IDs: occurrences in the training part, distinct ids, occurrences of missing ids and of
         those below the threshold, ``new`` ids of a grown vocabulary; in the held-out parts also
         of ids without an embedding (``valid_unknown``, ``test_unknown``). Numbers: range, mean,
-        missing and not finite numbers (``not_finite``, in all parts), and held-out numbers out of
-        range.
+        missing and not finite ones (``not_finite``, in all parts), and held-out ones out of range.
         """
         return dict(self.record["report"])
 

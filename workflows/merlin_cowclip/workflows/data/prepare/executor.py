@@ -23,7 +23,8 @@ from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.progress import progress_bar
 
 THREADS = min(4, os.cpu_count() or 1)  # of one process, without workers
-CONNECT = 10  # seconds for a scheduler and its first worker to answer
+CONNECT = 10  # seconds for a scheduler to answer
+FIRST = 60  # seconds for its first worker
 VERSION = importlib.metadata.version("merlin-cowclip")
 SETTINGS = {
     "distributed.scheduler.allowed-failures": 3,
@@ -66,6 +67,7 @@ def connect(
         return [worker for task in failed if task for worker in task.erred_on]
 
     options = {**cluster_options(workers, device), "local_directory": str(scratch)}
+    has_processes = options.get("processes", True) and not scheduler
     with (
         dask.config.set(SETTINGS),
         contextlib.nullcontext(scheduler) if scheduler else kind(**options) as cluster,
@@ -74,19 +76,19 @@ def connect(
         try:
             # Not the default, with which Dask and Merlin would go on when it is closed.
             client: Any = Interruptible(cluster, timeout=CONNECT, set_as_default=False)
-            stack.enter_context(client).wait_for_workers(1, timeout=CONNECT)
+            stack.enter_context(client)
+            if has_processes or scheduler:
+                print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr, flush=True)
+            client.wait_for_workers(1, timeout=FIRST)
         except (OSError, asyncio.TimeoutError, ValueError) as error:
             raise UserError(
                 f"no Dask workers at {cluster}: {error}. Start `dask scheduler` and `dask worker`, "
                 "and give the scheduler's address, as in tcp://10.0.0.1:8786"
             ) from None
         try:
-            has_processes = options.get("processes", True) and not scheduler
             if has_processes:  # to which a terminal sends Ctrl-C, too
                 ignoring = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
                 client.register_worker_callbacks(ignoring)
-            if has_processes or scheduler:
-                print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr, flush=True)
             for worker, found in client.run(_describe, str(scratch)).items():
                 if found != (True, VERSION):
                     raise UserError(
@@ -100,14 +102,13 @@ def connect(
                 "workers, or machines with more memory"
             ) from None
         except Exception as error:
-            if isinstance(error, UserError) or not scheduler or client.status != "running":
-                raise
-            if not (failed := client.run_on_scheduler(erred_on, client=client.id)):
+            known = isinstance(error, UserError) or not scheduler or client.status != "running"
+            if known or not (failed := client.run_on_scheduler(erred_on, client=client.id)):
                 raise
             kind = UserError if isinstance(error, OSError) else RuntimeError
             raise kind(
-                f"Dask worker {failed[0]}: {type(error).__name__}: {error}. The output of "
-                "`dask worker` there has more"
+                f"Dask worker {failed[0]}: {type(error).__name__}: {error}. See what `dask worker` "
+                "printed there. All workers need the input, the output and credentials for URLs"
             ) from error
         finally:
             stack.close()
@@ -122,7 +123,7 @@ def _describe(folder: str) -> tuple[bool, str]:
 
 
 async def _until_idle(dask_worker: Any) -> None:
-    for _ in range(600):
+    for _ in range(10 * FIRST):
         if dask_worker.state.executing_count:
             await asyncio.sleep(0.1)
 

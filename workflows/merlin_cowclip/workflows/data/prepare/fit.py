@@ -21,6 +21,7 @@ from merlin_cowclip.workflows.data.encoder import Scale, scale_of
 from merlin_cowclip.workflows.data.prepare.columns import Scan, read_column
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.vocabulary import (
+    BATCH_ROWS,
     MISSING,
     Vocabulary,
     read_texts,
@@ -29,7 +30,6 @@ from merlin_cowclip.workflows.data.vocabulary import (
 )
 from merlin_cowclip.workflows.errors import UserError, clipped
 
-BATCH_ROWS = 1 << 16  # of a vocabulary
 _COUNTED = pa.schema([("text", pa.string()), ("n", pa.int64()), ("field", pa.int16())])
 _VALUES = pa.schema([("value", pa.float64()), ("rows", pa.int64())])
 
@@ -110,7 +110,7 @@ def fit_ids(
     by_id = {field: np.concatenate(parts) for field, parts in kept.items()}
     for field in fields if like is None else ():
         if by_id[field].sum() == by_id[field][MISSING]:
-            raise _all_missing(field, int(by_id[field][MISSING]))
+            raise all_missing(field, int(by_id[field][MISSING]))
         if grow and not known:
             raise UserError(
                 f"no id of {field!r} occurs {threshold:,} times in the training rows "
@@ -183,7 +183,7 @@ def fit_numbers(
                 writer.write_batch(pa.record_batch([*map(pa.array, found)], schema=_VALUES))
     if not raw.count:
         if not fixed:
-            raise _all_missing(name, missing)
+            raise all_missing(name, missing)
         raw.add(np.zeros(1))
     if scale.log1p and raw.low < 0 and not fixed:
         raise UserError(f"log1p needs numbers from 0 on. Column {name!r} has {raw.low!r}")
@@ -271,7 +271,8 @@ def _copy(database: duckdb.DuckDBPyConnection, query: str, source: Path, out: Pa
         raise UserError(f"memory is too small: {clipped(str(error))}. Raise it") from None
 
 
-def _all_missing(name: str, missing: int) -> UserError:
+def all_missing(name: str, missing: int) -> UserError:
+    """The error for a column without a value."""
     return UserError(
         f"column {name!r} has no value in the {missing:,} training rows. Take it out of the "
         "specification"

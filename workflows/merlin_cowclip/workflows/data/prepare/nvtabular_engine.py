@@ -28,12 +28,12 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows.data.adopt.graph import load_saved
 from merlin_cowclip.workflows.data.encoder import Encoder, scale_of
 from merlin_cowclip.workflows.data.prepare.executor import connect, run_tasks
+from merlin_cowclip.workflows.data.prepare.fit import all_missing
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
 from merlin_cowclip.workflows.data.prepare.shuffle import (
-    MIN_ROWS_TO_PART,
-    MIN_TRAIN_PARTS,
     PART_ROWS,
     ROW_GROUP_ROWS,
+    part_jobs,
     part_schema,
 )
 from merlin_cowclip.workflows.data.prepare.split import as_numbers, time_text
@@ -84,9 +84,8 @@ def prepare_on_dask(
             "engine 'nvtabular' reads files at the same time and has no sequential split. Split by "
             "time or at random, or give files"
         )
-    refused = [key for key in NOT_OFFERED if getattr(spec, key)]
-    if refused or (device == "gpu" and [*spec.renamed, *_time_fields(spec)]):
-        refused = refused or [*spec.renamed, *_time_fields(spec)]
+    not_offered = (*NOT_OFFERED, *(("renamed", *TIME_FIELDS) if device == "gpu" else ()))
+    if refused := [key for key in not_offered if getattr(spec, key)]:
         raise UserError(
             f"engine 'nvtabular' does not offer {quoted(refused)} of the specification on device "
             f"{device!r}. Leave them out, or the engine"
@@ -105,9 +104,7 @@ def prepare_on_dask(
         jobs = _count_ids(client, tasks, files, found, progress)
         ids = dict(zip(spec.ids, run("ranking", tasks.rank, jobs), strict=True))
         run("workflow", save_fitted_workflow, [(spec, folder, ranges)])
-        outputs = {part: max(-(-rows[part] // part_rows), 1) for part in PARTS}
-        if rows["train"] >= MIN_ROWS_TO_PART:
-            outputs["train"] = max(outputs["train"], MIN_TRAIN_PARTS)
+        outputs = {part: max(len(part_jobs(part, rows[part], part_rows)), 1) for part in PARTS}
         buckets = {**outputs, **dict.fromkeys(HELD_OUT, 1)}
         to_encode = [(i, name, ranges, buckets[part]) for i, (part, name, _) in enumerate(files)]
         encoded = pd.DataFrame(itertools.chain(*run("encoding", tasks.encode, to_encode)))
@@ -238,7 +235,7 @@ class _Tasks:
             table = workflow.transform(cudf.DataFrame.from_arrow(raw)).to_arrow()
         else:
             encoder = Encoder.open(self.folder, self.spec, ranges)
-            columns = {n: encoder.encode(n, _whole(raw[n])) for n in self.spec.fields}
+            columns = {n: encoder.encode(n, raw[n].combine_chunks()) for n in self.spec.fields}
             table = pa.table({self.spec.label: raw[self.spec.label], **columns})
         table = table.select(schema.names).cast(schema)
         for field in self.spec.ids:
@@ -286,14 +283,6 @@ def raw_part_schema(spec: DatasetSpec) -> pa.Schema:
     return pa.schema([(f.name, kinds.get(f.name, f.type)) for f in part_schema(spec)])
 
 
-def _time_fields(spec: DatasetSpec) -> list[str]:
-    return [name for name in TIME_FIELDS if getattr(spec, name)]
-
-
-def _whole(column: pa.ChunkedArray) -> pa.Array:
-    return pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
-
-
 @functools.lru_cache(1)
 def _workflow(folder: Path) -> Any:
     """The saved workflow; its vocabularies stay in the worker's memory."""
@@ -302,12 +291,7 @@ def _workflow(folder: Path) -> Any:
 
 def _chunks(source: Source, size: int) -> tuple[Source, list[Chunk]]:
     """Divide a source, which may have to be searched for quotes and line ends."""
-    try:
-        return source, source.chunks(size)
-    except FileNotFoundError:
-        raise UserError(
-            f"a Dask worker does not see {source.path}. Give a file that all workers see"
-        ) from None
+    return source, source.chunks(size)
 
 
 def _flat(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -412,10 +396,7 @@ def _checked_ranges(
     for name in spec.fields:
         of = found.loc[("train", name)]
         if of["missing"] == of["occurrences"]:
-            raise UserError(
-                f"column {name!r} has no value in the {rows['train']:,} training rows. Take it out "
-                "of the specification"
-            )
+            raise all_missing(name, rows["train"])
         if name in spec.continuous:  # a missing number counts as 0
             ends = [float(of["min"]), float(of["max"]), *[0.0] * bool(of["missing"])]
             low, high = min(ends), max(ends)
@@ -457,8 +438,6 @@ def _report(
     told: dict[str, Any] = {key: int(train[key]) for key in ("occurrences", "missing")}
     if ids:
         told |= {key: ids[key] for key in ("distinct", "below_threshold")}
-        if told["distinct"] == 1 and not told["missing"]:
-            told["note"] = "all training rows have the same id: leave the column out"
     else:
         told |= {"min": float(train["min"]), "max": float(train["max"])}
         told["mean"] = float(train["total"] / (train["occurrences"] - train["missing"]))

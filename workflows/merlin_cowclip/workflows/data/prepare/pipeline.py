@@ -111,13 +111,11 @@ def prepare(
         raise UserError(
             "device 'gpu', workers and scheduler need engine 'nvtabular'. Leave the engine out"
         )
-    if engine != "duckdb" and (memory, scratch) != (None, None):
-        raise UserError("memory and scratch need engine 'duckdb'. Leave them out")
+    if engine != "duckdb" and (memory, scratch, like) != (None, None, None):
+        raise UserError("memory, scratch, --vocabulary-from need engine 'duckdb'. Leave them out")
     if scratch is not None and not os.access(scratch, os.W_OK | os.X_OK):
         raise UserError(f"scratch must be a folder that can be written. Received: {scratch}")
     check_cluster(workers, device, scheduler)
-    if engine != "duckdb" and like is not None:
-        raise UserError("an earlier vocabulary needs engine 'duckdb'. Leave the engine out")
     if grow and like is None:
         raise UserError("grow needs a vocabulary (--vocabulary-from). Name one")
     limit = memory_limit(memory)
@@ -161,6 +159,11 @@ def prepare(
                 record |= _prepare_here(
                     spec, by_part, folder, Path(home), like, grow, seed, limit, part_rows, progress
                 )
+        for name in spec.ids:
+            field = record["report"]["fields"][name]
+            one = field["distinct"] == 1 and not field["missing"]
+            if one and spec.column_of(name) == name:  # a day has one weekday
+                field["note"] = "all training rows have the same id: leave the column out"
         record = write_record(folder, record)
     return PreparedData(out, spec, record)
 
@@ -243,10 +246,6 @@ def _prepare_here(
     save_fitted_workflow(spec, folder, ranges)
     for name in spec.continuous:
         fields[name]["not_finite"] = replaced[name]  # among the missing ones
-    for name in spec.ids:
-        one = fields[name]["distinct"] == 1 and not fields[name]["missing"]
-        if one and spec.column_of(name) == name:  # a day has one weekday
-            fields[name]["note"] = "all training rows have the same id: leave the column out"
     return {
         "rows": parts.rows,
         "boundaries": parts.boundaries,
