@@ -16,14 +16,12 @@ from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.checkpoint import Checkpoint
 from merlin_cowclip.workflows.training.configuration import CONSTANT_SCHEDULE, TrainConfig
 from merlin_cowclip.workflows.training.ranks import rank_info
-from merlin_cowclip.workflows.training.runs import Run
 
 with quiet_imports():
     from merlin.schema import Schema
     from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
 
     from merlin_cowclip.models import MODELS
-    from merlin_cowclip.models.ctr_block import embeddings_of
 
 
 def set_seeds(seed: int, *, deterministic: bool) -> None:
@@ -106,32 +104,6 @@ def restored_model(
             averages = model.get_weights()
         model.set_weights(averages)
     return model
-
-
-def warm_start_from(
-    run: Run, model: mm.Model, optimizer: CowClipOptimizer, *, keep_optimizer: bool
-) -> None:
-    """Give a network that is built the weights of a finished run's default checkpoint.
-
-    With `keep_optimizer` also the optimizer's state with its number of steps.
-    """
-    if keep_optimizer:
-        optimizer.create_slots(model.trainable_variables)
-        run.checkpoint().read(state_of(model, optimizer))
-        return
-    trained = run.model()  # deferred: with the updates that its rows had missed
-    found, tables = weights_of(trained), embeddings_of(trained)
-    layers = {layer.table.ref(): layer for layer in embeddings_of(model).values()}
-    for name, variable in weights_of(model).items():
-        if variable.shape == found[name].shape:
-            variable.assign(found[name])
-            continue
-        mine = layers[variable.ref()]  # new ids follow those of their field
-        other, values = tables[mine.name], variable.numpy()
-        for field, size in other.cardinalities.items():
-            first, start = mine.first_row[field], other.first_row[field]
-            values[first : first + size] = other.table[start : start + size].numpy()
-        variable.assign(values)
 
 
 def dummy_batch(record: Mapping[str, Any]) -> dict[str, tf.Tensor]:

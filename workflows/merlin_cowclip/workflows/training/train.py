@@ -55,9 +55,10 @@ from merlin_cowclip.workflows.training.runs import (
 from merlin_cowclip.workflows.training.stopping import Stopping
 
 with quiet_imports():
+    from merlin_cowclip.models.ctr_block import embeddings_of
     from merlin_cowclip.plugins import CowClipOptimizer, save_model, whole_tables
     from merlin_cowclip.plugins._tensorflow import mm, tf
-    from merlin_cowclip.workflows.training.builder import warm_start_from
+    from merlin_cowclip.plugins.optimizers.state import state_of, weights_of
     from merlin_cowclip.workflows.training.checkpoint import Checkpoints
     from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.trainer import Trainer, clip_sentence
@@ -165,6 +166,32 @@ def check_warm_start(
             f"precision, {was.precision}, and no schedules in either run, because steps go on "
             "counting. Leave it out, or change these"
         )
+
+
+def _warm_start(
+    run: Run, model: mm.Model, optimizer: CowClipOptimizer, *, keep_optimizer: bool
+) -> None:
+    """Give a network that is built the weights of a finished run's default checkpoint.
+
+    With `keep_optimizer` also the optimizer's state with its number of steps.
+    """
+    if keep_optimizer:
+        optimizer.create_slots(model.trainable_variables)
+        run.checkpoint().read(state_of(model, optimizer))
+        return
+    trained = run.model()  # deferred: with the updates that its rows had missed
+    found, tables = weights_of(trained), embeddings_of(trained)
+    layers = {layer.table.ref(): layer for layer in embeddings_of(model).values()}
+    for name, variable in weights_of(model).items():
+        if variable.shape == found[name].shape:
+            variable.assign(found[name])
+            continue
+        mine = layers[variable.ref()]  # new ids follow those of their field
+        other, values = tables[mine.name], variable.numpy()
+        for field, size in other.cardinalities.items():
+            first, start = mine.first_row[field], other.first_row[field]
+            values[first : first + size] = other.table[start : start + size].numpy()
+        variable.assign(values)
 
 
 def resume(
@@ -288,7 +315,7 @@ def _train(
     if record["warm_start"] and not trainer.step:
         other, keeps = record["warm_start"]
         with raise_on_any_rank():
-            warm_start_from(Run.open(other), trainer.model, trainer.optimizer, keep_optimizer=keeps)
+            _warm_start(Run.open(other), trainer.model, trainer.optimizer, keep_optimizer=keeps)
         trainer.optimizer.broadcast()
     sizes = count_parameters(trainer.model, trainer.optimizer)
     if progress:
