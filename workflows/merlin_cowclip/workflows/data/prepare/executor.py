@@ -102,7 +102,9 @@ def connect(
                 "workers, or machines with more memory"
             ) from None
         except Exception as error:
-            known = isinstance(error, UserError) or not scheduler or client.status != "running"
+            if scheduler and client.status != "running":
+                raise UserError(f"the Dask scheduler {scheduler} ended. Start it again") from None
+            known = isinstance(error, UserError) or not scheduler
             if known or not (failed := client.run_on_scheduler(erred_on, client=client.id)):
                 raise
             kind = UserError if isinstance(error, OSError) else RuntimeError
