@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,6 +14,7 @@ from merlin_cowclip.plugins.optimizers.adagrad import CowClipAdagrad, CowClipRow
 from ..saves import quick_saves
 from .merlin_models import BATCH, WITH_LIST, dataset, stock_dlrm
 
+DATA = Path(__file__).parents[1] / "data"
 ROWS, WIDTH, RATE, L2, RATIO, FLOOR = 40, 6, 0.05, 1e-3, 0.3, 1e-4
 
 
@@ -54,6 +57,22 @@ def test_steps_are_those_of_numpy(kind, update, in_graph):
     expected, total = adagrad(w, batches, row_wise=row_wise, exact=update == "exact")
     np.testing.assert_allclose(table, expected, rtol=0, atol=1e-6)
     np.testing.assert_allclose(optimizer.get_slot(table, "accumulator"), total, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(CowClipAdagrad, "element"), (CowClipRowWiseAdagrad, "rowwise")]
+)
+def test_steps_are_those_of_fbgemm(kind, name):
+    """Golden values of fbgemm-gpu-cpu; tests/data/README.md has how they were made."""
+    recorded = np.load(DATA / "fbgemm_adagrad.npz")
+    table = tf.Variable(recorded["w"])
+    optimizer = kind(0.05, epsilon=1e-6, l2=0.0, clip=None, update="lazy")
+    for ids, upstream in zip(recorded["ids"], recorded["upstream"], strict=True):
+        shape = tf.constant(table.shape, tf.int64)
+        optimizer.apply_gradients([(tf.IndexedSlices(upstream, tf.constant(ids), shape), table)])
+    np.testing.assert_allclose(table, recorded[f"w_{name}"], rtol=0, atol=1e-6)
+    state = recorded[f"state_{name}"].reshape([len(recorded["w"]), -1])
+    np.testing.assert_allclose(optimizer.get_slot(table, "accumulator"), state, rtol=1e-5)
 
 
 @pytest.mark.parametrize("base", ["adagrad", "rowwise_adagrad"])
