@@ -64,7 +64,7 @@ class CowClipAdagrad(ClipsRows, tf.keras.optimizers.legacy.Adagrad):
 class CowClipRowWiseAdagrad(CowClipAdagrad):
     """Adagrad with one number per row: `G_k ← G_k + mean(g_k²)`, `w_k ← w_k - η·g_k / (√G_k + ε)`.
 
-    As FBGEMM's exact row-wise Adagrad, TorchRec's default: V instead of V×d numbers of state.
+    As FBGEMM's exact row-wise Adagrad: V instead of V×d numbers of state.
     """
 
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
