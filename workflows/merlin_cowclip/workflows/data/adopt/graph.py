@@ -62,8 +62,7 @@ def load_saved(folder: str | Path) -> nvt.Workflow:
         for kind, (attribute, prefix) in _FILES.items():
             files = getattr(node.op, attribute) if isinstance(node.op, kind) else {}
             for storage in files:
-                name = getattr(node.op, "shared", {}).get(storage, storage)  # of `EncodeIds`
-                path = folder / SAVED_FILES / f"{prefix}.{name}.parquet"
+                path = folder / SAVED_FILES / f"{prefix}.{storage}.parquet"
                 files[storage] = str(path)
                 if not path.exists():
                     raise UserError(

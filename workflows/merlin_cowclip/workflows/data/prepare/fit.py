@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.encoder import Scale, scale_of
 from merlin_cowclip.workflows.data.prepare.columns import Scan, read_column
+from merlin_cowclip.workflows.data.prepared_data import WORKFLOW
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.vocabulary import (
     BATCH_ROWS,
@@ -68,7 +69,7 @@ def fit_ids(
     spec = scan.spec
     grow = (grow or like is None) and name not in spec.hash_only
     buckets, threshold = spec.buckets_of(fields[0]), max(spec.threshold_of(fields[0]), 1)
-    earlier = like and vocabulary_file(like.folder, name)
+    earlier = like and vocabulary_file(like.folder / WORKFLOW, name)
     held = Vocabulary.open(earlier, buckets) if earlier else Vocabulary.empty(buckets)
     counts = {field: np.zeros(held.cardinality, np.int64) for field in fields}
     below = dict.fromkeys(fields, 0)

@@ -25,7 +25,6 @@ import pyarrow.compute as pc
 import pyarrow.dataset
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.adopt.graph import load_saved
 from merlin_cowclip.workflows.data.encoder import Encoder, scale_of
 from merlin_cowclip.workflows.data.prepare.executor import connect, run_tasks
 from merlin_cowclip.workflows.data.prepare.fit import all_missing
@@ -37,10 +36,16 @@ from merlin_cowclip.workflows.data.prepare.shuffle import (
     part_schema,
 )
 from merlin_cowclip.workflows.data.prepare.split import as_numbers, time_text
-from merlin_cowclip.workflows.data.prepared_data import HELD_OUT, PARTS, TITLES
+from merlin_cowclip.workflows.data.prepared_data import HELD_OUT, PARTS, TITLES, WORKFLOW
 from merlin_cowclip.workflows.data.sources.base import TIME, Chunk, Source
-from merlin_cowclip.workflows.data.spec import TIME_FIELDS, DatasetSpec
-from merlin_cowclip.workflows.data.vocabulary import MISSING, UNKNOWN, Vocabulary, write_vocabulary
+from merlin_cowclip.workflows.data.spec import DatasetSpec
+from merlin_cowclip.workflows.data.vocabulary import (
+    MISSING,
+    UNKNOWN,
+    Vocabulary,
+    vocabulary_file,
+    write_vocabulary,
+)
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.folders import replacing
 from merlin_cowclip.workflows.progress import progress_bar
@@ -84,11 +89,10 @@ def prepare_on_dask(
             "engine 'nvtabular' reads files at the same time and has no sequential split. Split by "
             "time or at random, or give files"
         )
-    not_offered = (*NOT_OFFERED, *(("renamed", *TIME_FIELDS) if device == "gpu" else ()))
-    if refused := [key for key in not_offered if getattr(spec, key)]:
+    if refused := [key for key in NOT_OFFERED if getattr(spec, key)]:
         raise UserError(
-            f"engine 'nvtabular' does not offer {quoted(refused)} of the specification on device "
-            f"{device!r}. Leave them out, or the engine"
+            f"engine 'nvtabular' does not offer {quoted(refused)} of the specification. Leave them "
+            "out, or the engine"
         )
     tasks = _Tasks(spec, folder, seed, device)
     for home in (*PARTS, ".scratch/encoded", *(f".scratch/{part}" for part in PARTS)):
@@ -114,7 +118,6 @@ def prepare_on_dask(
             divided = [of] * number if part == "train" else np.array_split(of, number)
             to_write += [(part, i, of, i % buckets[part]) for i, of in enumerate(divided)]
         run("writing", tasks.write, to_write)
-        client.run(_workflow.cache_clear)
     shutil.rmtree(tasks.scratch, ignore_errors=True)
     outside = encoded.groupby(["part", "column"])["outside"].sum()
     fields = {name: _report(spec, name, found, outside, ids.get(name, {})) for name in spec.fields}
@@ -228,15 +231,11 @@ class _Tasks:
         """Encode a file into batches by random bucket; tells of unknown ids and clipped numbers."""
         schema, outside = part_schema(self.spec), {}
         raw = pq.ParquetFile(self.scratch / name).read()
-        if self.device == "gpu":
-            import cudf  # type: ignore[import-not-found]
-
-            workflow = _workflow(self.folder / "workflow")
-            table = workflow.transform(cudf.DataFrame.from_arrow(raw)).to_arrow()
-        else:
-            encoder = Encoder.open(self.folder, self.spec, ranges)
-            columns = {n: encoder.encode(n, raw[n].combine_chunks()) for n in self.spec.fields}
-            table = pa.table({self.spec.label: raw[self.spec.label], **columns})
+        encoder = Encoder.open(self.folder / WORKFLOW, self.spec, ranges)
+        columns = self.ids_on_gpu(raw) if self.device == "gpu" else {}
+        left = [field for field in self.spec.fields if field not in columns]
+        columns |= {field: encoder.encode(field, _whole(raw[field])) for field in left}
+        table = pa.table({self.spec.label: raw[self.spec.label], **columns})
         table = table.select(schema.names).cast(schema)
         for field in self.spec.ids:
             ids, first = _flat(table[field]).to_numpy(), UNKNOWN + self.spec.buckets_of(field)
@@ -257,6 +256,22 @@ class _Tasks:
             for start, end in itertools.pairwise([0, *ends]):
                 file.write_batch(table.to_batches()[0].slice(start, end - start))
         return [{"part": name.split("/")[0], "column": c, "outside": n} for c, n in outside.items()]
+
+    def ids_on_gpu(self, raw: pa.Table) -> dict[str, pa.Array]:
+        """The fields that stock Categorify encodes right: not lists, hashed ids, nulls only."""
+        import cudf  # type: ignore[import-not-found]
+
+        spec, ids = self.spec, dict[str, pa.Array]()
+        files = {n: vocabulary_file(self.folder / WORKFLOW, n) for n in spec.categorical}
+        categorify = ops.Categorify(out_path=str(self.scratch))
+        categorify.fit_finalize({name: str(path) for name, path in files.items()})
+        for name in files:
+            is_own = name in ("order", "labels")  # which Categorify adds to a frame
+            if not is_own and spec.buckets_of(name) == 1 and raw[name].null_count < len(raw):
+                frame = cudf.DataFrame.from_arrow(raw.select([name]))
+                frame = categorify.transform(nvt.ColumnSelector([name]), frame)
+                ids[name] = frame[name].to_arrow()
+        return ids
 
     def write(self, part: str, number: int, encoded: Sequence[int], bucket: int) -> None:
         """Write a file of a part: a bucket of encoded files, in order, or shuffled to train."""
@@ -283,10 +298,8 @@ def raw_part_schema(spec: DatasetSpec) -> pa.Schema:
     return pa.schema([(f.name, kinds.get(f.name, f.type)) for f in part_schema(spec)])
 
 
-@functools.lru_cache(1)
-def _workflow(folder: Path) -> Any:
-    """The saved workflow; its vocabularies stay in the worker's memory."""
-    return load_saved(folder)
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    return pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
 
 
 def _chunks(source: Source, size: int) -> tuple[Source, list[Chunk]]:

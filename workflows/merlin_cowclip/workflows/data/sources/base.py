@@ -206,9 +206,7 @@ class Source(abc.ABC):
         return labels.cast(pa.int8())
 
     def _numbers(self, column: pa.Array, name: str, fail: Fail, replaced: Counter[str]) -> pa.Array:
-        if is_text(column.type):
-            column = with_nulls(column, self.spec.null_values)
-        numbers = column.cast(pa.float64(), safe=False)  # large integers round
+        numbers = as_float64(column, self.spec.null_values)
         finite = pc.is_finite(numbers)  # null for a missing one
         row = pc.index(finite, False).as_py()
         if row < 0:
@@ -310,6 +308,13 @@ def with_nulls(texts: pa.Array, null_values: Sequence[str]) -> pa.Array:
     missing = pc.is_in(texts, pa.array(["", *null_values], texts.type))
     # A copy: Arrow's if_else is wrong for a slice of text.
     return pc.if_else(missing, pa.scalar(None, texts.type), pa.concat_arrays([texts]))
+
+
+def as_float64(column: pa.Array, null_values: Sequence[str]) -> pa.Array:
+    """Numbers, or their text, as float64; the empty text and ``null_values`` mean a missing one."""
+    if is_text(column.type):
+        column = with_nulls(column, null_values)
+    return column.cast(pa.float64(), safe=False)  # large integers round
 
 
 def ids_as_text(ids: pa.Array, is_list: bool, null_values: Sequence[str] = ()) -> pa.Array:
