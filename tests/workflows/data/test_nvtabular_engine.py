@@ -184,21 +184,6 @@ def test_training_rows_are_shuffled(tmp_path):
     assert shares == pytest.approx([0.6, 0.2, 0.2], abs=0.02)
 
 
-def test_a_row_keeps_its_part(tmp_path):
-    """The part depends on a row's values and the seed: not on its file, place or chunk."""
-    own_log().to_csv(tmp_path / "log", index=False)
-    shuffled = own_log().sample(frac=1, random_state=1)
-    for i in range(2):
-        shuffled[i::2].to_csv(tmp_path / f"half-{i}", index=False)
-    spec = dataclasses.replace(OWN, split=Split())
-    options = {"engine": "nvtabular", "progress": False}
-    one = prepare(spec, [tmp_path / "log"], tmp_path / "one", **options)
-    halves = [tmp_path / "half-0", tmp_path / "half-1"]
-    other = prepare(spec, halves, tmp_path / "other", **options)
-    for part in PARTS:
-        pd.testing.assert_frame_equal(rows_of(one, part), rows_of(other, part))
-
-
 def test_vocabularies_merged_by_several_tasks(tmp_path, monkeypatch):
     """NVTabular's `split_out`, which large fields need."""
     spec, log = make_log("own", tmp_path)

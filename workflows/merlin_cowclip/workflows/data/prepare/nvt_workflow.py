@@ -8,6 +8,7 @@ The engines compute the statistics, so that nothing is left to fit: the result i
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.encoder import Encoder
 from merlin_cowclip.workflows.data.prepared_data import WORKFLOW
-from merlin_cowclip.workflows.data.sources.base import as_float64, ids_as_text, time_field
-from merlin_cowclip.workflows.data.spec import TIME_FIELDS, DatasetSpec
+from merlin_cowclip.workflows.data.sources.base import decoded, typed, without_place
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.vocabulary import CATEGORIES, UNKNOWN, vocabulary_file
 from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -75,37 +75,23 @@ class EncodeFields(StatOperator):
     def transform(self, col_selector: Any, df: Any) -> Any:
         """The fields of a frame's columns; raises UserError for a value that cannot be read."""
         frame = df.to_pandas() if hasattr(df, "to_pandas") else df
-        out = pd.DataFrame(index=frame.index)
-        for field, (column,) in self.column_mapping(col_selector).items():
+        sources = {field: of[0] for field, of in self.column_mapping(col_selector).items()}
+        columns = {}
+        for name in sources.values():
             try:
-                cells = pa.array(frame[column], from_pandas=True)
-                cells = cells.combine_chunks() if isinstance(cells, pa.ChunkedArray) else cells
-                values = self.encoder.encode(field, self._typed(field, column, cells)).to_pandas()
+                cells = pa.array(frame[name], from_pandas=True)
             except (pa.ArrowException, ValueError) as error:
-                remedy = "Correct it" if field in self.spec.continuous else "Read it as text"
-                if field in self.spec.lists:
-                    remedy = f'Split text: df["{column}"].str.split("|")'
-                raise UserError(
-                    f"cannot read column {column!r}: {clipped(str(error))}. {remedy}"
-                ) from None
+                reason = clipped(str(error))
+                raise UserError(f"cannot read column {name!r}: {reason}. Read it as text") from None
+            whole = isinstance(cells, pa.Array)
+            columns[name] = decoded(cells if whole else cells.combine_chunks())
+        rows = typed(self.spec, sources, columns, without_place, Counter(), "of a frame")
+        out = pd.DataFrame(index=frame.index)
+        for field in sources:
+            values = self.encoder.encode(field, rows[field]).to_pandas()
             values = values.astype(np.int64) if field in self.spec.categorical else values
             out[field] = values.set_axis(frame.index)
         return out if frame is df else type(df).from_pandas(out)
-
-    def _typed(self, field: str, column: str, cells: pa.Array) -> pa.Array:
-        """What `Encoder.encode` takes."""
-        spec = self.spec
-        if field in TIME_FIELDS and getattr(spec, field):
-            return time_field(field, cells, spec).dictionary_decode()
-        if field in spec.ids:
-            if field in spec.lists and cells.null_count == len(cells):
-                cells = pa.nulls(len(cells))
-            return ids_as_text(cells, field in spec.lists, spec.null_values)
-        numbers = as_float64(cells, spec.null_values)
-        finite = pc.is_finite(numbers)
-        if spec.non_finite == "refuse" and pc.any(pc.invert(finite)).as_py():
-            raise UserError(f"column {column!r} has an infinite number. Leave it missing")
-        return pc.if_else(finite, numbers, None)
 
     def column_mapping(self, col_selector: Any) -> dict[str, list[str]]:
         """The column of each field."""

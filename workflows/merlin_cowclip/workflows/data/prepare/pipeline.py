@@ -90,7 +90,7 @@ def prepare(
         scratch: for "duckdb": a folder for temporary files, of about the size of the log; by
             default in ``out``.
         engine: "duckdb", the default, uses all cores of this machine. "nvtabular" runs on Dask,
-            and splits at random by a hash of a row's values.
+            and meets the shares of a random split by chance.
         workers: for "nvtabular": Dask processes of this machine; 0 for threads, or one per GPU.
             The calling script needs ``if __name__ == "__main__":``.
         scheduler: for "nvtabular": the address of a Dask scheduler that runs, in place of workers.
