@@ -6,9 +6,10 @@ Texts are counted by piece, then in all by DuckDB, which sorts on disk what is t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -201,38 +202,43 @@ def fit_numbers(
     fixed: Sequence[float] | None = None,
 ) -> Fitted:
     """The report of a continuous field, and how it is scaled: by ``fixed``, or training rows."""
-    scale = scale_of(scan.spec, name, fixed or ())
-    rows, raw, filled = 0, _Moments(), _Moments()
-    values = scratch / f"{scan.spec.fields.index(name)}.values"
-    with pq.ParquetWriter(values, _VALUES, compression="lz4") as writer:
-        for piece in scan.pieces:
-            column = read_column(piece.path, name).to_numpy(zero_copy_only=False)
-            train = column[scan.part_of[piece.start : piece.stop] == 0]
-            rows += len(train)
-            raw.add(train[~np.isnan(train)])
-            if scale.method == "standardize":
-                filled.add(scale.filled(train))
-            if scale.method == "quantiles" and not fixed:
-                found = np.unique(scale.filled(train), return_counts=True)
-                writer.write_batch(pa.record_batch([*map(pa.array, found)], schema=_VALUES))
-    missing = rows - raw.count
-    if not raw.count:
-        if not fixed:
-            raise all_missing(name, missing)
-        raw.add(np.zeros(1))
-    ends = checked_range(scan.spec, name, raw.low, raw.high, missing > 0, bool(fixed))
-    if not fixed and scale.method == "quantiles":
-        fixed = _quantiles(database, values, rows, scan.spec.quantiles[name])
-    elif scale.method == "standardize":
-        ends = (_stable(filled.mean), _stable(filled.deviation))
+    spec, train = scan.spec, functools.partial(_training_numbers, scan, name)
+    scale = scale_of(spec, name, fixed or ())
+    rows, count, total, low, high = 0, 0, 0.0, math.inf, -math.inf
+    with np.errstate(over="ignore", invalid="ignore"):  # `checked_range` refuses what overflows
+        for numbers in train():
+            known = numbers[~np.isnan(numbers)]
+            rows, count, total = rows + len(numbers), count + len(known), total + known.sum()
+            low = min(low, float(known.min(initial=math.inf)))
+            high = max(high, float(known.max(initial=-math.inf)))
+        if not count:
+            if not fixed:
+                raise all_missing(name, rows)
+            low = high = 0.0
+        ends: Sequence[float] = checked_range(spec, name, low, high, count < rows, bool(fixed))
+        if scale.method == "standardize":
+            mean = sum(scale.filled(numbers).sum() for numbers in train()) / rows
+            squares = sum(((scale.filled(numbers) - mean) ** 2).sum() for numbers in train())
+            ends = _stable(mean), _stable(math.sqrt(squares / rows))
+    if scale.method == "quantiles" and not fixed:
+        distinct = (np.unique(scale.filled(numbers), return_counts=True) for numbers in train())
+        values = scratch / f"{spec.fields.index(name)}.values"
+        ends = _quantiles(database, distinct, values, rows, spec.quantiles[name])
     report = {
         "occurrences": rows,
-        "missing": missing,
-        "min": raw.low,
-        "max": raw.high,
-        "mean": _stable(raw.mean),
+        "missing": rows - count,
+        "min": low,
+        "max": high,
+        "mean": _stable(total / max(count, 1)),
     }
-    return Fitted(report, scale_of(scan.spec, name, fixed or ends))
+    return Fitted(report, scale_of(spec, name, fixed or ends))
+
+
+def _training_numbers(scan: Scan, name: str) -> Iterator[np.ndarray]:
+    """The numbers of the training rows, float64, by piece."""
+    for piece in scan.pieces:
+        column = read_column(piece.path, name).to_numpy(zero_copy_only=False)
+        yield column[scan.part_of[piece.start : piece.stop] == 0]
 
 
 def checked_range(
@@ -251,39 +257,25 @@ def checked_range(
     return float(first), float(last)
 
 
-class _Moments:
-    """Count, range, mean and standard deviation of numbers that come in batches (Chan 1982)."""
-
-    def __init__(self) -> None:
-        self.count, self.mean, self.squares = 0, 0.0, 0.0
-        self.low, self.high = math.inf, -math.inf
-
-    def add(self, numbers: np.ndarray) -> None:
-        """Count n more."""
-        if not len(numbers):
-            return
-        with np.errstate(over="ignore", invalid="ignore"):
-            mean, count = float(numbers.mean()), self.count + len(numbers)
-            away = mean - self.mean
-            self.squares += float(((numbers - mean) ** 2).sum())
-            self.squares += away**2 * self.count * len(numbers) / count
-            self.mean += away * len(numbers) / count
-        self.count = count
-        self.low = min(self.low, float(numbers.min()))
-        self.high = max(self.high, float(numbers.max()))
-
-    @property
-    def deviation(self) -> float:
-        return math.sqrt(self.squares / self.count)
-
-
 def _stable(number: float) -> float:
     """A sum's first 12 digits, which do not depend on where the log is cut."""
     return float(f"{number:.12g}")
 
 
-def _quantiles(database: duckdb.DuckDBPyConnection, values: Path, rows: int, n: int) -> list[float]:
-    """The lowest numbers that k/n of all rows do not exceed, k from 0 to n."""
+def _quantiles(
+    database: duckdb.DuckDBPyConnection,
+    distinct: Iterable[tuple[np.ndarray, np.ndarray]],
+    values: Path,
+    rows: int,
+    n: int,
+) -> list[float]:
+    """The lowest numbers that k/n of all rows do not exceed, k from 0 to n.
+
+    ``distinct`` are numbers and how often each occurs, for which there is the file ``values``.
+    """
+    with pq.ParquetWriter(values, _VALUES, compression="lz4") as writer:
+        for found in distinct:
+            writer.write_batch(pa.record_batch([*map(pa.array, found)], schema=_VALUES))
     ordered = values.with_suffix(".ordered")
     _copy(
         database,

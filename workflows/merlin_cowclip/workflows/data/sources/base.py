@@ -262,7 +262,7 @@ def _ids(column: pa.Array, name: str, spec: DatasetSpec, fail: Fail) -> pa.Array
                 f"the list {clipped(repr(column[row].as_py()))} is in brackets. Write only its "
                 f"ids, with list_separator {separator!r} between them",
             )
-        column = pc.split_pattern(column, separator)
+        column = pc.split_pattern(with_nulls(column, spec.null_values), separator)
     texts = ids_as_text(column, is_list, spec.null_values)
     return texts if is_list else texts.dictionary_encode()
 
