@@ -131,7 +131,7 @@ def write_vocabulary(
     texts: Iterable[pa.Array],
     counts: Mapping[str, np.ndarray],
     held: Vocabulary,
-) -> Vocabulary:
+) -> None:
     """Write a vocabulary as Categorify does, its index, and ``counts/<field>.parquet``.
 
     Args:
@@ -169,7 +169,6 @@ def write_vocabulary(
     vocabulary = Vocabulary.of_hashes(np.concatenate(hashes), held.buckets)
     for file, array in zip(_index(path), (vocabulary.hashes, vocabulary.places), strict=True):
         np.save(file, array)
-    return vocabulary
 
 
 def _unique_schema(name: str, first: int, stop: int) -> pa.Schema:

@@ -45,11 +45,7 @@ class Encoding(NamedTuple):
     folder: Path  # the prepared folder or run, with the vocabularies
 
 
-class Fitted(NamedTuple):
-    """The report of a field, and what encodes it."""
-
-    report: dict[str, Any]
-    encodes: Any  # a `Vocabulary` or a `Scale`
+Report = dict[str, Any]  # of a field
 
 
 def fit_ids(
@@ -61,12 +57,12 @@ def fit_ids(
     folder: Path,
     like: Encoding | None = None,
     grow: bool = False,
-) -> dict[str, Fitted]:
+) -> dict[str, Report]:
     """Fit the fields of the vocabulary ``name``, and write it, its index and counts to ``folder``.
 
-    With ``like``, ids are those of an earlier `prepare`; others get new ones behind them if the
-    vocabulary is to ``grow``. Raises UserError if the training rows of a field have no id, or all
-    are rarer than the threshold.
+    Returns their reports. With ``like``, ids are those of an earlier `prepare`; others get new ones
+    behind them if the vocabulary is to ``grow``. Raises UserError if the training rows of a field
+    have no id, or all are rarer than the threshold.
     """
     spec = scan.spec
     grow = (grow or like is None) and name not in spec.hash_only
@@ -99,8 +95,8 @@ def rank_ids(
     table: str,
     folder: Path,
     earlier: Path | None = None,
-) -> dict[str, Fitted]:
-    """Order the new ids of a vocabulary by count, and write it, its index and counts.
+) -> dict[str, Report]:
+    """Order the new ids of a vocabulary by count, and write it; returns the report of each field.
 
     Args:
         name: of the vocabulary.
@@ -151,10 +147,10 @@ def rank_ids(
             )
     old = read_texts(earlier) if earlier else ()
     new = (batch["text"] for batch in _batches(ranked, known))
-    vocabulary = write_vocabulary(folder, name, itertools.chain(old, new), by_id, held)
-    fitted = {}
+    write_vocabulary(folder, name, itertools.chain(old, new), by_id, held)
+    reports = {}
     for field in fields:
-        report: dict[str, Any] = {
+        report: Report = {
             "occurrences": int(by_id[field].sum()),
             "distinct": distinct[field],
             "missing": int(by_id[field][MISSING]),
@@ -164,8 +160,8 @@ def rank_ids(
         one = distinct[field] == 1 and not report["missing"]
         if one and spec.column_of(field) == field:  # a day has one weekday
             report["note"] = "all training rows have the same id: leave the column out"
-        fitted[field] = Fitted(report, vocabulary)
-    return fitted
+        reports[field] = report
+    return reports
 
 
 def _training_counts(scan: Scan, field: str) -> Iterator[tuple[pa.Array, np.ndarray, int]]:
@@ -200,8 +196,8 @@ def fit_numbers(
     database: duckdb.DuckDBPyConnection,
     scratch: Path,
     fixed: Sequence[float] | None = None,
-) -> Fitted:
-    """The report of a continuous field, and how it is scaled: by ``fixed``, or training rows."""
+) -> tuple[Report, Sequence[float]]:
+    """The report of a continuous field, and what scales it: ``fixed``, or of training rows."""
     spec, train = scan.spec, functools.partial(_training_numbers, scan, name)
     scale = scale_of(spec, name, fixed or ())
     rows, count, total, low, high = 0, 0, 0.0, math.inf, -math.inf
@@ -231,7 +227,7 @@ def fit_numbers(
         "max": high,
         "mean": _stable(total / max(count, 1)),
     }
-    return Fitted(report, scale_of(spec, name, fixed or ends))
+    return report, fixed or ends
 
 
 def _training_numbers(scan: Scan, name: str) -> Iterator[np.ndarray]:

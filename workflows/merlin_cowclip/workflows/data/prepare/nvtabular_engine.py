@@ -27,34 +27,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.encoder import Encoder
+from merlin_cowclip.workflows.data.prepare import fit, shuffle, split
 from merlin_cowclip.workflows.data.prepare.columns import mixed_times
 from merlin_cowclip.workflows.data.prepare.executor import connect, run_tasks
-from merlin_cowclip.workflows.data.prepare.fit import all_missing, checked_range, rank_ids
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
-from merlin_cowclip.workflows.data.prepare.shuffle import (
-    PART_ROWS,
-    PartJob,
-    counted,
-    part_jobs,
-    part_schema,
-    write_file,
-    write_run,
-)
-from merlin_cowclip.workflows.data.prepare.split import (
-    as_numbers,
-    check_labels,
-    parts_of,
-    time_cuts,
-    time_text,
-)
 from merlin_cowclip.workflows.data.prepared_data import HELD_OUT, PARTS, WORKFLOW
 from merlin_cowclip.workflows.data.sources.base import TIME, Chunk, Source
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.data.vocabulary import (
-    MISSING,
-    Vocabulary,
-    vocabulary_file,
-)
+from merlin_cowclip.workflows.data.vocabulary import MISSING, Vocabulary, vocabulary_file
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.folders import replacing
 from merlin_cowclip.workflows.progress import progress_bar
@@ -84,7 +64,7 @@ def prepare_on_dask(
     scheduler: str | None = None,
     workers: int = 0,
     device: str = "cpu",
-    part_rows: int = PART_ROWS,
+    part_rows: int = shuffle.PART_ROWS,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Write parts, workflow, schema and counts into ``folder``; returns what the record says.
@@ -113,23 +93,23 @@ def prepare_on_dask(
             {part: int(found.at[(part, spec.label), key]) for part in PARTS}
             for key in ("occurrences", "total")
         )
-        check_labels(spec, rows, positives)
+        split.check_labels(spec, rows, positives)
         ranges = {}
         for name in spec.fields:
             of = found.loc[("train", name)]
             if of["missing"] == of["occurrences"]:
-                raise all_missing(name, int(of["missing"]))
+                raise fit.all_missing(name, int(of["missing"]))
             if name in spec.continuous:
                 ends = float(of["min"]), float(of["max"]), bool(of["missing"])
-                ranges[name] = checked_range(spec, name, *ends)
+                ranges[name] = fit.checked_range(spec, name, *ends)
         jobs = _count_ids(client, tasks, files, found, progress)
         reports = dict(zip(spec.ids, run("ranking", tasks.rank, jobs), strict=True))
         run("workflow", save_fitted_workflow, [(spec, folder, ranges)])
-        outputs = {part: part_jobs(part, rows[part], part_rows) for part in PARTS}
+        outputs = {part: shuffle.part_jobs(part, rows[part], part_rows) for part in PARTS}
         buckets = {**dict.fromkeys(PARTS, 1), "train": len(outputs["train"])}
         to_encode = [(i, name, ranges, buckets[part]) for i, (part, name, _) in enumerate(files)]
         encoded = run("encoding", tasks.encode, to_encode)
-        to_write: list[tuple[PartJob, int, Any]] = []
+        to_write: list[tuple[shuffle.PartJob, int, Any]] = []
         for part, parquet in outputs.items():
             of = np.array([i for i, file in enumerate(files) if file[0] == part], int)
             if part == "train":
@@ -139,6 +119,7 @@ def prepare_on_dask(
                 to_write += [(job, 0, some) for job, some in zip(parquet, divided, strict=True)]
         run("writing", tasks.write, to_write)
     shutil.rmtree(tasks.scratch, ignore_errors=True)
+    encoder = Encoder.open(folder / WORKFLOW, spec, ranges)
     for name in spec.continuous:
         of = found.loc[("train", name)]
         mean = float(of["total"] / (of["occurrences"] - of["missing"]))
@@ -151,7 +132,7 @@ def prepare_on_dask(
     return {
         "rows": rows,
         "boundaries": _boundaries(found, rows) if spec.split.kind == "time" else {},
-        "cardinalities": {name: reports[name].pop("cardinality") for name in spec.ids},
+        "cardinalities": {n: of.cardinality for n, of in encoder.vocabularies.items()},
         "ranges": {name: list(ends) for name, ends in ranges.items()},
         "report": {
             "rows": rows,
@@ -180,7 +161,9 @@ class _Tasks:
         spec, source = copy.copy(source.spec), copy.copy(source)
         vars(spec).update(categorical=(), continuous=(), lists=())  # which are not read
         vars(source).update(spec=spec)
-        times = [as_numbers(batch.column(TIME)) for batch in source.batches(chunk) if len(batch)]
+        times = [
+            split.as_numbers(batch.column(TIME)) for batch in source.batches(chunk) if len(batch)
+        ]
         if not times:
             return pd.Series(dtype=int)
         held, counts = np.unique(np.concatenate(times), return_counts=True)
@@ -202,8 +185,8 @@ class _Tasks:
                 if part == "train":
                     places = random.random(len(batch))
                     if self.spec.split.kind == "time":
-                        places = as_numbers(batch.column(TIME))
-                    parts = parts_of(places, cuts)
+                        places = split.as_numbers(batch.column(TIME))
+                    parts = split.parts_of(places, cuts)
                 for i in np.unique(parts):
                     table = pa.Table.from_batches([batch]).filter(pa.array(parts == i))
                     told += _tally(self.spec, PARTS[i], table)
@@ -233,11 +216,11 @@ class _Tasks:
         config: Any = {"threads": 1, "temp_directory": str(self.scratch / f"{name}.duckdb")}
         with contextlib.closing(duckdb.connect(config=config)) as database:
             given = {name: counts}, held, database, files, table, self.folder
-            report, vocabulary = rank_ids(name, self.spec, *given)[name]
+            report = fit.rank_ids(name, self.spec, *given)[name]
         if report["occurrences"] != occurrences:
             found = report["occurrences"]
             raise RuntimeError(f"NVTabular lost ids {name!r}: {found:,} of {occurrences:,}")
-        return {**report, "cardinality": vocabulary.cardinality}
+        return report
 
     def encode(
         self, number: int, name: str, ranges: Mapping[str, Any], buckets: int
@@ -256,11 +239,11 @@ class _Tasks:
             keys = random.integers(2**64, size=len(raw), dtype=np.uint64)
         made = {spec.label: _whole(raw[spec.label]), **{f: columns[f] for f in spec.fields}}
         with replacing(self.scratch / f"encoded/{number:06d}.arrow") as partial:
-            write_run(partial, made, rows, keys, cuts.astype(np.uint64))
+            shuffle.write_run(partial, made, rows, keys, cuts.astype(np.uint64))
         found = Counter[tuple[str, str]]()
         for field in spec.fields if part in HELD_OUT else ():
             values = raw[field] if field in spec.continuous else _flat(columns[field])
-            of_field = counted(values.to_numpy(zero_copy_only=False), encoder, field)
+            of_field = shuffle.counted(values.to_numpy(zero_copy_only=False), encoder, field)
             found |= Counter({(field, f"{part}_{key}"): n for key, n in of_field.items()})
         return found
 
@@ -280,11 +263,11 @@ class _Tasks:
                 ids[name] = frame[name].to_arrow()
         return ids
 
-    def write(self, job: PartJob, number: int, encoded: Sequence[int]) -> None:
+    def write(self, job: shuffle.PartJob, number: int, encoded: Sequence[int]) -> None:
         """Write a file of a part, of batch ``number`` of encoded files."""
         runs = [self.scratch / f"encoded/{i:06d}.arrow" for i in encoded]
         if runs:
-            write_file(job, number, runs, self.spec, self.folder)
+            shuffle.write_file(job, number, runs, self.spec, self.folder)
 
 
 def raw_part_schema(spec: DatasetSpec) -> pa.Schema:
@@ -292,7 +275,7 @@ def raw_part_schema(spec: DatasetSpec) -> pa.Schema:
     kinds = dict.fromkeys(spec.categorical, pa.string())
     kinds |= dict.fromkeys(spec.lists, pa.list_(pa.string()))
     kinds |= dict.fromkeys(spec.continuous, pa.float64())
-    return pa.schema([(f.name, kinds.get(f.name, f.type)) for f in part_schema(spec)])
+    return pa.schema([(f.name, kinds.get(f.name, f.type)) for f in shuffle.part_schema(spec)])
 
 
 def _whole(column: pa.ChunkedArray) -> pa.Array:
@@ -363,9 +346,9 @@ def _cuts(
     tasks: _Tasks, run: Callable[..., list[Any]], pieces: Sequence[tuple[Source, Chunk]]
 ) -> dict[str, Any]:
     """The times, or the numbers from 0 to 1, from which on rows are in a held-out part."""
-    split = tasks.spec.split
-    test, valid = (0 if isinstance(of, tuple) else of for of in (split.test, split.valid))
-    if not (test or valid) or split.kind == "random":
+    wanted = tasks.spec.split
+    test, valid = (0 if isinstance(of, tuple) else of for of in (wanted.test, wanted.valid))
+    if not (test or valid) or wanted.kind == "random":
         return {"test": 1 - test, "valid": (1 - test) * (1 - valid)}
     sketches = [*filter(len, run("times", tasks.times, pieces))]
     if not sketches:
@@ -373,7 +356,7 @@ def _cuts(
     times = pd.concat(sketches).rename_axis("time").rename("rows").reset_index()
     times.to_parquet(file := tasks.scratch / "times.parquet")
     with contextlib.closing(duckdb.connect()) as database:
-        return time_cuts(split, database, file)
+        return split.time_cuts(wanted, database, file)
 
 
 def _count_ids(
@@ -399,4 +382,4 @@ def _boundaries(found: Any, rows: Mapping[str, int]) -> dict[str, str]:
     times = {p: found.at[(p, TIME), "max" if p == "train" else "min"] for p in PARTS if rows[p]}
     if found.at[("train", TIME), "dates"]:
         times = {p: int(time) for p, time in times.items()}
-    return {part: time_text(time) for part, time in times.items()}
+    return {part: split.time_text(time) for part, time in times.items()}
