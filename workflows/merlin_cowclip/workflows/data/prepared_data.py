@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared folders, which `prepare`, `adopt` and `frequencies --top-k` write."""
+"""Prepared folders, which `prepare` and `adopt` write."""
 
 from __future__ import annotations
 

@@ -39,12 +39,10 @@ WRITE_SHARE = 4  # a file takes this share: it is copied, and ids become int64
 
 
 class PartJob(NamedTuple):
-    """One file of a part: its rows from ``start`` to ``stop``, in the order of the part."""
+    """One file of a part: its rows from ``start`` on, in the order of the part."""
 
-    part: str
     name: str  # in the folder of the parts
     start: int
-    stop: int
     group: int  # rows of a row group
 
 
@@ -56,7 +54,7 @@ def part_jobs(part: str, total: int, most: int) -> list[PartJob]:
     cuts = [total * i // files for i in range(files + 1)]
     group = max(1, min(ROW_GROUP_ROWS, -(-cuts[1] // 4)))  # several to a file
     return [
-        PartJob(part, f"{part}/part-{i:05d}.parquet", cuts[i], cuts[i + 1], group)
+        PartJob(f"{part}/part-{i:05d}.parquet", cuts[i], group)
         for i in range(files if total else 0)
     ]
 

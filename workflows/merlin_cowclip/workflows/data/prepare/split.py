@@ -7,7 +7,6 @@ lowest keys; training rows are written in the order of theirs.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,17 +133,14 @@ def as_numbers(times: pa.Array) -> np.ndarray:
 
 def _count_times(scan: Scan, pieces: Sequence[Piece], file: Path) -> None:
     """Write the distinct times of each piece and their rows."""
-    with contextlib.ExitStack() as stack:
-        writer, kind = None, None
+    kinds = [read_column(piece.path, TIME).type for piece in pieces]
+    if len({*kinds}) > 1:
+        raise mixed_times(scan.spec)
+    number = pa.float64() if pa.float64() in kinds else pa.int64()
+    schema = pa.schema([("time", number), ("rows", pa.int64())])
+    with pq.ParquetWriter(file, schema) as writer:
         for piece in pieces:
-            times = read_column(piece.path, TIME)
-            if writer is None:
-                kind, number = times.type, pa.array(as_numbers(times)[:0]).type
-                schema = pa.schema([("time", number), ("rows", pa.int64())])
-                writer = stack.enter_context(pq.ParquetWriter(file, schema))
-            if times.type != kind:
-                raise mixed_times(scan.spec)
-            found = np.unique(as_numbers(times), return_counts=True)
+            found = np.unique(as_numbers(read_column(piece.path, TIME)), return_counts=True)
             writer.write_batch(pa.record_batch([*map(pa.array, found)], schema=schema))
 
 
