@@ -52,8 +52,6 @@ def fit_ids(
     name: str,
     fields: Sequence[str],
     scan: Scan,
-    database: duckdb.DuckDBPyConnection,
-    scratch: Path,
     folder: Path,
     like: Encoding | None = None,
     grow: bool = False,
@@ -70,7 +68,7 @@ def fit_ids(
     earlier = like and vocabulary_file(like.folder / WORKFLOW, name)
     held = Vocabulary.open(earlier, buckets) if earlier else Vocabulary.empty(buckets)
     counts = {field: np.zeros(held.cardinality, np.int64) for field in fields}
-    counted = scratch / f"{name}.counted"
+    counted = scan.scratch / f"{name}.counted"
     with pq.ParquetWriter(counted, _COUNTED, compression="lz4") as writer:
         for number, field in enumerate(fields):
             for texts, found, missing in _training_counts(scan, field):
@@ -82,7 +80,7 @@ def fit_ids(
                 batch = [new, found[is_new], np.full(len(new), number, np.int16)]
                 writer.write_batch(pa.record_batch(batch, schema=_COUNTED))
     table = "read_parquet($source)"
-    return rank_ids(name, spec, counts, held, database, counted, table, folder, earlier)
+    return rank_ids(name, spec, counts, held, scan.database, counted, table, folder, earlier)
 
 
 def rank_ids(
@@ -191,11 +189,7 @@ def _batches(ranked: Path, rows: int | None = None) -> Iterator[pa.RecordBatch]:
 
 
 def fit_numbers(
-    name: str,
-    scan: Scan,
-    database: duckdb.DuckDBPyConnection,
-    scratch: Path,
-    fixed: Sequence[float] | None = None,
+    name: str, scan: Scan, fixed: Sequence[float] | None = None
 ) -> tuple[Report, Sequence[float]]:
     """The report of a continuous field, and what scales it: ``fixed``, or of training rows."""
     spec, train = scan.spec, functools.partial(_training_numbers, scan, name)
@@ -218,8 +212,7 @@ def fit_numbers(
             ends = _stable(mean), _stable(math.sqrt(squares / rows))
     if scale.method == "quantiles" and not fixed:
         distinct = (np.unique(scale.filled(numbers), return_counts=True) for numbers in train())
-        values = scratch / f"{spec.fields.index(name)}.values"
-        ends = _quantiles(database, distinct, values, rows, spec.quantiles[name])
+        ends = _quantiles(name, scan, distinct, rows)
     report = {
         "occurrences": rows,
         "missing": rows - count,
@@ -259,22 +252,19 @@ def _stable(number: float) -> float:
 
 
 def _quantiles(
-    database: duckdb.DuckDBPyConnection,
-    distinct: Iterable[tuple[np.ndarray, np.ndarray]],
-    values: Path,
-    rows: int,
-    n: int,
+    name: str, scan: Scan, distinct: Iterable[tuple[np.ndarray, np.ndarray]], rows: int
 ) -> list[float]:
     """The lowest numbers that k/n of all rows do not exceed, k from 0 to n.
 
-    ``distinct`` are numbers and how often each occurs, for which there is the file ``values``.
+    ``distinct`` are numbers and how often each occurs.
     """
+    values, n = scan.scratch / f"{name}.values", scan.spec.quantiles[name]
     with pq.ParquetWriter(values, _VALUES, compression="lz4") as writer:
         for found in distinct:
             writer.write_batch(pa.record_batch([*map(pa.array, found)], schema=_VALUES))
     ordered = values.with_suffix(".ordered")
     _copy(
-        database,
+        scan.database,
         "select value, sum(rows)::bigint as rows from read_parquet($source) group by value "
         "order by value",
         values,

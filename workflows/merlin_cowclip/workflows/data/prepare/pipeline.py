@@ -209,8 +209,8 @@ def _prepare_here(
         contextlib.closing(duckdb.connect(config=options)) as database,
         ThreadPoolExecutor(threads) as executor,
     ):
-        scan, given, replaced = _scan(spec, by_part, scratch, executor, progress)
-        parts = split_rows(scan, database, scratch, given, seed)
+        scan, given, replaced = _scan(spec, by_part, scratch, database, executor, progress)
+        parts = split_rows(scan, given, seed)
         reports, scales = dict[str, Report](), dict[str, Sequence[float]]()
         with progress_bar("columns", len(spec.fields), " columns", show=progress) as bar:
 
@@ -218,9 +218,9 @@ def _prepare_here(
                 name = fields[0]
                 if name in spec.continuous:
                     fixed = like and like.ranges[name]
-                    report, scales[name] = fit_numbers(name, scan, database, scratch, fixed)
+                    report, scales[name] = fit_numbers(name, scan, fixed)
                     return {name: report}
-                return fit_ids(name, fields, scan, database, scratch, folder, like, grow)
+                return fit_ids(name, fields, scan, folder, like, grow)
 
             numbers = [(name,) for name in spec.continuous]
             for found in executor.map(fit, [*spec.vocabularies.values(), *numbers]):
@@ -235,7 +235,6 @@ def _prepare_here(
             fields,
             parts.rows,
             folder,
-            scratch,
             seed=seed,
             memory=memory,
             part_rows=part_rows,
@@ -262,6 +261,7 @@ def _scan(
     spec: DatasetSpec,
     by_part: Mapping[str, Sequence[Source]],
     scratch: Path,
+    database: duckdb.DuckDBPyConnection,
     executor: Executor,
     progress: bool,
 ) -> tuple[Scan, dict[str, int], Counter[str]]:
@@ -292,4 +292,4 @@ def _scan(
     if not rows:
         raise UserError(f"{sources[0].path} has no rows. Give a file with rows")
     part_of = np.memmap(scratch / "part_of", np.uint8, "w+", shape=(rows,))
-    return Scan(spec, pieces, part_of), given, replaced
+    return Scan(spec, scratch, database, pieces, part_of), given, replaced

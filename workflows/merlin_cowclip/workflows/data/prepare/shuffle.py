@@ -77,7 +77,6 @@ def write_parts(
     reports: Reports,
     rows: dict[str, int],
     folder: Path,
-    scratch: Path,
     *,
     seed: int,
     memory: int,
@@ -103,7 +102,7 @@ def write_parts(
             columns = dict(zip(names, executor.map(encode, names), strict=True))
             for part in PARTS:
                 mine, keys = _rows_of(scan, part, pieces[0].start, pieces[-1].stop, seed)
-                runs[part].append(scratch / f"{number:06d}-{part}.run")
+                runs[part].append(scan.scratch / f"{number:06d}-{part}.run")
                 write_run(runs[part][-1], columns, mine, keys, cuts[part])
             bar.update(pieces[-1].stop - pieces[0].start)
     jobs = [(job, i, runs[part]) for part in PARTS for i, job in enumerate(files[part])]

@@ -59,13 +59,7 @@ def key_cuts(keys: Callable[[], Iterator[np.ndarray]], ranks: Sequence[int]) -> 
     return held[first + ranks - (ends - counts)[bucket]]
 
 
-def split_rows(
-    scan: Scan,
-    database: duckdb.DuckDBPyConnection,
-    scratch: Path,
-    given: Mapping[str, int],
-    seed: int,
-) -> Parts:
+def split_rows(scan: Scan, given: Mapping[str, int], seed: int) -> Parts:
     """Set the part of each row.
 
     ``given`` has the numbers of rows of held-out parts whose files were given: the last of all
@@ -76,10 +70,10 @@ def split_rows(
     start = left = scan.rows - sum(given.values())
     divided = [piece for piece in scan.pieces if piece.stop <= start]
     cuts: dict[str, Any] = {}  # rows from there on are in the part, by time, row or key
-    times = scratch / "times.parquet"
     if split.kind == "time":
+        times = scan.scratch / "times.parquet"
         _count_times(scan, divided, times)
-        cuts = time_cuts(split, database, times)
+        cuts = time_cuts(split, scan.database, times)
     for part in reversed(HELD_OUT) if split.kind != "time" else ():
         if part not in given and (rest := left - int(left * getattr(split, part) + 0.5)) < left:
             cuts[part] = left = rest
