@@ -242,7 +242,7 @@ class _Tasks:
             shuffle.write_run(partial, made, rows, keys, cuts.astype(np.uint64))
         found = Counter[tuple[str, str]]()
         for field in spec.fields if part in HELD_OUT else ():
-            values = raw[field] if field in spec.continuous else _flat(columns[field])
+            values = _whole(raw[field]) if field in spec.continuous else _flat(columns[field])
             of_field = shuffle.counted(values.to_numpy(zero_copy_only=False), encoder, field)
             found |= Counter({(field, f"{part}_{key}"): n for key, n in of_field.items()})
         return found

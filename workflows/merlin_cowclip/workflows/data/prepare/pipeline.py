@@ -116,7 +116,7 @@ def prepare(
             "device 'gpu', workers and scheduler need engine 'nvtabular'. Leave the engine out"
         )
     if engine != "duckdb" and (memory, scratch, like) != (None, None, None):
-        raise UserError("memory, scratch, --vocabulary-from need engine 'duckdb'. Leave them out")
+        raise UserError("memory, scratch and old vocabularies need engine 'duckdb'. Leave them out")
     if scratch is not None and not os.access(scratch, os.W_OK | os.X_OK):
         raise UserError(f"scratch must be a folder that can be written. Received: {scratch}")
     check_cluster(workers, device, scheduler)
