@@ -231,18 +231,22 @@ class _Tasks:
         encoder = Encoder.open(self.folder / WORKFLOW, spec, ranges)
         columns = self.ids_on_gpu(raw) if self.device == "gpu" else {}
         left = [field for field in spec.fields if field not in columns]
-        columns |= {field: encoder.encode(field, _whole(raw[field])) for field in left}
+        columns |= {field: encoder.encode(field, raw[field].combine_chunks()) for field in left}
         rows, cuts = np.arange(len(raw)), np.linspace(0, 2.0**64, buckets + 1)[1:-1]
         keys = rows.astype(np.uint64) + np.uint64(number << 32)  # in their order
         if part == "train":
             random = np.random.default_rng([self.seed, number, 2])
             keys = random.integers(2**64, size=len(raw), dtype=np.uint64)
-        made = {spec.label: _whole(raw[spec.label]), **{f: columns[f] for f in spec.fields}}
+        made = {
+            spec.label: raw[spec.label].combine_chunks(),
+            **{f: columns[f] for f in spec.fields},
+        }
         with replacing(self.scratch / f"encoded/{number:06d}.arrow") as partial:
             shuffle.write_run(partial, made, rows, keys, cuts.astype(np.uint64))
         found = Counter[tuple[str, str]]()
         for field in spec.fields if part in HELD_OUT else ():
-            values = _whole(raw[field]) if field in spec.continuous else _flat(columns[field])
+            column = raw[field].combine_chunks() if field in spec.continuous else columns[field]
+            values = _flat(column)
             of_field = shuffle.counted(values.to_numpy(zero_copy_only=False), encoder, field)
             found |= Counter({(field, f"{part}_{key}"): n for key, n in of_field.items()})
         return found
@@ -276,10 +280,6 @@ def raw_part_schema(spec: DatasetSpec) -> pa.Schema:
     kinds |= dict.fromkeys(spec.lists, pa.list_(pa.string()))
     kinds |= dict.fromkeys(spec.continuous, pa.float64())
     return pa.schema([(f.name, kinds.get(f.name, f.type)) for f in shuffle.part_schema(spec)])
-
-
-def _whole(column: pa.ChunkedArray) -> pa.Array:
-    return pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
 
 
 def _chunks(source: Source, size: int) -> tuple[Source, list[Chunk]]:

@@ -116,7 +116,7 @@ def prepare(
             "device 'gpu', workers and scheduler need engine 'nvtabular'. Leave the engine out"
         )
     if engine != "duckdb" and (memory, scratch, like) != (None, None, None):
-        raise UserError("memory, scratch and old vocabularies need engine 'duckdb'. Leave them out")
+        raise UserError("memory, scratch, --vocabulary-from need engine 'duckdb'. Leave them out")
     if scratch is not None and not os.access(scratch, os.W_OK | os.X_OK):
         raise UserError(f"scratch must be a folder that can be written. Received: {scratch}")
     check_cluster(workers, device, scheduler)
@@ -163,11 +163,6 @@ def prepare(
                 record |= _prepare_here(
                     spec, by_part, folder, Path(home), like, grow, seed, limit, part_rows, progress
                 )
-        for name in spec.ids:
-            field = record["report"]["fields"][name]
-            one = field["distinct"] == 1 and not field["missing"]
-            if one and spec.column_of(name) == name:  # a day has one weekday
-                field["note"] = "all training rows have the same id: leave the column out"
         record = write_record(folder, record)
     return PreparedData(out, spec, record)
 
