@@ -18,8 +18,8 @@ from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
+    import merlin.dag as dag
     import nvtabular as nvt
-    from merlin import dag
     from merlin.dag.ops.subgraph import Subgraph
     from merlin.io.worker import clean_worker_cache
     from nvtabular import ops
