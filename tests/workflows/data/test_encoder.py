@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from merlin_cowclip.workflows.data import vocabulary
-from merlin_cowclip.workflows.data.encoder import Scale
+from merlin_cowclip.workflows.data.encoder import Encoder, Scale, scale_of
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.vocabulary import Vocabulary, write_vocabulary
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -19,7 +20,7 @@ from merlin_cowclip.workflows.quiet import quiet_imports
 with quiet_imports():
     from nvtabular import ColumnSelector
 
-    from merlin_cowclip.workflows.data.prepare.operators import EncodeIds, ScaleNumbers
+    from merlin_cowclip.workflows.data.prepare.nvt_workflow import EncodeFields
 
 SELECTED = ColumnSelector(["n"])
 
@@ -50,7 +51,7 @@ def test_a_written_vocabulary_is_opened_by_its_index_or_without_it(tmp_path):
     held = Vocabulary.empty(2)
     counts = {"a": np.arange(1_004), "b": np.ones(1_004, np.int64)}
     write_vocabulary(tmp_path, "a", [texts[:300], texts[300:]], counts, held)
-    path = vocabulary.vocabulary_file(tmp_path, "a")
+    path = vocabulary.vocabulary_file(tmp_path / "workflow", "a")
     mapped = Vocabulary.open(path, 2)
     assert isinstance(mapped.hashes, np.memmap)
     assert mapped.encode(texts).tolist() == [*range(4, 1_004)]
@@ -118,14 +119,17 @@ def test_quantiles_of_a_continuous_column_are_its_distribution():
 # Raw cells
 
 
-def encoded(tmp_path, values: list, **options) -> list[int]:
+def encoded(tmp_path, values: list, **keys) -> list[int]:
     """By a vocabulary of "1382", "true" and "x": ids 3, 4 and 5."""
-    pd.DataFrame({"n": ["1382", "true", "x"]}).to_parquet(tmp_path / "unique.n.parquet")
-    encode = EncodeIds(tmp_path, **options)
-    encode.fit_finalize({"n": str(tmp_path / "unique.n.parquet")})
+    (tmp_path / "categories").mkdir(exist_ok=True)
+    texts = pd.DataFrame({"n": ["1382", "true", "x"]})
+    texts.to_parquet(tmp_path / "categories/unique.n.parquet")
+    encode = EncodeFields(
+        DatasetSpec("log", "y", **(keys or {"categorical": ("n",)})), {}, tmp_path
+    )
     column = pd.Series(values, dtype=object)
     return [
-        list(cell) if options else cell
+        list(cell) if keys else cell
         for cell in encode.transform(SELECTED, column.to_frame("n"))["n"]
     ]
 
@@ -136,19 +140,18 @@ def test_one_id_has_many_forms(tmp_path):
     assert encoded(tmp_path, [1382.0, math.nan]) == [3, 1]
     assert encoded(tmp_path, [True, None]) == [4, 1]
     assert encoded(tmp_path, [b"x", None]) == [5, 1]
-    assert encoded(tmp_path, [["x", "-"], None, []], lists=["n"], null_values=["-"]) == [
-        [5, 1],
-        [],
-        [],
-    ]
+    lists = {"categorical": (), "lists": ("n",), "null_values": ("-",)}
+    assert encoded(tmp_path, [["x", "-"], None, []], **lists) == [[5, 1], [], []]
     for cells, says in (([1.5], "1.5"), (["1382", 1382], "'int' object"), ([7, "x"], "'x'")):
-        with pytest.raises(UserError, match=f"cannot read column 'n'.*{says}.* Read it as text"):
+        with pytest.raises(UserError, match=f"cannot read column 'n'.*{says}"):
             encoded(tmp_path, cells)
 
 
 def test_numbers_and_their_texts():
-    cells = pd.Series(["1.5", 2, "", None, "-", pd.NA], dtype=object, index=range(7, 13))
-    scales = {"n": Scale("range", False, (0.0, 4.0))}
-    found = ScaleNumbers(scales, ["-"]).transform(SELECTED, cells.to_frame("n"))["n"]
-    expected = pd.Series([0.375, 0.5] + [0] * 4, cells.index, "float32", "n")
-    pd.testing.assert_series_equal(found, expected)
+    spec = DatasetSpec("log", "y", ("id",), ("n",), null_values=("-",))
+    encode = EncodeFields(spec, {"n": (0.0, 4.0)}, "")
+    encode._encoder = Encoder(spec, {}, {"n": scale_of(spec, "n", (0.0, 4.0))})
+    for cells in (["1.5", "2", "", None, "-", pd.NA], [1.5, 2, None, math.nan, pd.NA, None]):
+        given = pd.Series(cells, dtype=object, index=range(7, 13)).to_frame("n")
+        expected = pd.Series([0.375, 0.5] + [0] * 4, given.index, "float32", "n")
+        pd.testing.assert_series_equal(encode.transform(SELECTED, given)["n"], expected)

@@ -109,7 +109,7 @@ def test_raw_rows_are_encoded_alike(data, log, tmp_path):
     """By the saved workflow, by the encoder, and as a later log with this vocabulary."""
     test, found = log[TRAIN:].reset_index(drop=True), rows_of(data)
     served = data.workflow().remove_inputs(["rating"]).transform(test)
-    encoder = Encoder.open(data.path, SPEC, data.record["ranges"])
+    encoder = Encoder.open(data.path / "workflow", SPEC, data.record["ranges"])
     for field in SPEC.fields:
         assert served[field].tolist() == found[field].tolist(), field
     for field in ("seller", "device"):

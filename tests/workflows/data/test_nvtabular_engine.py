@@ -3,29 +3,31 @@
 import copy
 import dataclasses
 import pickle
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from merlin_cowclip.workflows.data.encoder import Encoder
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.spec import AVAZU, CRITEO, DatasetSpec, Split
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
+from merlin_cowclip.workflows.data.vocabulary import Vocabulary, write_vocabulary
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 from .dask_cluster import running_cluster, wait_for
 
 with quiet_imports():
-    from nvtabular import ColumnSelector
-
     from merlin_cowclip.workflows.data.prepare import nvtabular_engine
-    from merlin_cowclip.workflows.data.prepare.operators import EncodeIds
 
 ROWS = 6_000
 ENGINES = ("duckdb", "nvtabular")
@@ -182,21 +184,6 @@ def test_training_rows_are_shuffled(tmp_path):
     assert shares == pytest.approx([0.6, 0.2, 0.2], abs=0.02)
 
 
-def test_a_row_keeps_its_part(tmp_path):
-    """The part depends on a row's values and the seed: not on its file, place or chunk."""
-    own_log().to_csv(tmp_path / "log", index=False)
-    shuffled = own_log().sample(frac=1, random_state=1)
-    for i in range(2):
-        shuffled[i::2].to_csv(tmp_path / f"half-{i}", index=False)
-    spec = dataclasses.replace(OWN, split=Split())
-    options = {"engine": "nvtabular", "progress": False}
-    one = prepare(spec, [tmp_path / "log"], tmp_path / "one", **options)
-    halves = [tmp_path / "half-0", tmp_path / "half-1"]
-    other = prepare(spec, halves, tmp_path / "other", **options)
-    for part in PARTS:
-        pd.testing.assert_frame_equal(rows_of(one, part), rows_of(other, part))
-
-
 def test_vocabularies_merged_by_several_tasks(tmp_path, monkeypatch):
     """NVTabular's `split_out`, which large fields need."""
     spec, log = make_log("own", tmp_path)
@@ -271,57 +258,52 @@ def test_arguments_are_checked(tmp_path):
 
 
 class OnDevice(pd.DataFrame):
-    """What `EncodeIds` needs of a cuDF frame."""
+    """What Categorify needs of a cuDF frame."""
 
     @property
     def _constructor(self):
         return OnDevice
 
-    def to_pandas(self) -> pd.DataFrame:
-        return pd.DataFrame(self)
+    @property
+    def _constructor_sliced(self):
+        return ColumnOnDevice
 
     @classmethod
-    def from_pandas(cls, frame: pd.DataFrame) -> "OnDevice":
-        return cls(frame)
+    def from_arrow(cls, table: pa.Table) -> "OnDevice":
+        return cls(table.to_pandas())
 
 
-@pytest.mark.parametrize("buckets", [None, {"a": 1, "b": 1, "c": 3, "l": 1}])
-def test_frames_on_a_gpu_are_encoded_as_those_on_a_cpu(tmp_path, buckets):
-    """With a stand-in for cuDF's frames: stock Categorify encodes a, ours the other columns."""
-    frame = pd.DataFrame(
+class ColumnOnDevice(pd.Series):
+    def to_arrow(self) -> pa.Array:
+        return pa.array(self)
+
+
+def test_ids_on_a_gpu_are_those_on_a_cpu(tmp_path, monkeypatch):
+    """With a mock of cuDF's frames: stock Categorify encodes a, ours the other columns."""
+    monkeypatch.setitem(sys.modules, "cudf", SimpleNamespace(DataFrame=OnDevice))
+    rows = pa.table(
         {
             "a": ["x", None, "y", "?"],
-            "b": [None] * 4,
+            "b": pa.nulls(4, pa.string()),
             "c": ["x", "p", "q", None],
-            "l": [["x"], ["y", "?"], [], ["x"]],
-        },
-        index=[3, 1, 0, 2],
+            "order": ["y", "x", "y", "x"],
+            "labels": ["y", "x", "y", "x"],
+        }
     )
-    encode = EncodeIds(tmp_path, num_buckets=buckets, freq_threshold=2, lists=["l"])
-    for name in frame:
-        path = tmp_path / f"unique.{name}.parquet"
-        first = 2 + (buckets or {}).get(name, 1)
-        pd.DataFrame({name: ["x", "y"]}, index=pd.RangeIndex(first, first + 2)).to_parquet(path)
-        encode.fit_finalize({**encode.categories, name: str(path)})
-    selector = ColumnSelector(list(frame))
-    expected = encode.transform(selector, frame).reset_index(drop=True)
-    found = encode.transform(selector, OnDevice(frame))
-    assert isinstance(found, OnDevice)
-    assert expected["a"].tolist() == [2 + (buckets or {}).get("a", 1), 1, 4, 2]
-    pd.testing.assert_frame_equal(found.to_pandas(), expected, check_frame_type=False)
+    spec = DatasetSpec("toy", "l", tuple(rows.column_names), hash_buckets={"c": 3})
+    for name in spec.categorical:
+        empty = Vocabulary.empty(spec.buckets_of(name))
+        counts = {name: np.ones(empty.first + 2, np.int64)}
+        write_vocabulary(tmp_path, name, [pa.array(["x", "y"])], counts, empty)
+    expected = Encoder.open(tmp_path / "workflow", spec, {}).encode("a", rows["a"].chunk(0))
+    found = nvtabular_engine._Tasks(spec, tmp_path, 0, "gpu").ids_on_gpu(rows)
+    assert {name: ids.to_pylist() for name, ids in found.items()} == {"a": expected.to_pylist()}
+    assert expected.to_pylist() == [3, 1, 4, 2]
 
 
 @pytest.mark.parametrize("name", ["order", "labels"])
 def test_names_that_stock_categorify_uses_itself(tmp_path, name):
-    """Frames on a GPU are encoded right, by hand, and the engine takes such fields."""
     texts = np.random.default_rng(0).choice([*"abcdefgh"], 200)
-    path = tmp_path / f"unique.{name}.parquet"
-    pd.DataFrame({name: [*"abcdefgh"]}, index=pd.RangeIndex(3, 11)).to_parquet(path)
-    encode = EncodeIds(tmp_path)
-    encode.fit_finalize({name: str(path)})
-    found = encode.transform(ColumnSelector([name]), OnDevice({name: texts}))
-    assert found[name].tolist() == [3 + ord(text) - ord("a") for text in texts]
-
     days = np.arange(200) // 50
     log = pd.DataFrame({"y": np.arange(200) % 2, name: texts, "day": days})
     log.to_csv(tmp_path / "log", index=False)

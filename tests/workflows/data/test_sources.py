@@ -357,7 +357,7 @@ def test_parquet_types(tmp_path):
         ("y", [1, 2], r"row 2, column 'y': the label is '2' instead of '0' or '1'"),
         ("n", [1.0, float("inf")], r"row 2, column 'n': the number is inf"),
         ("n", ["1", "x"], r"cannot read column 'n' of .*: .*'x'"),
-        ("t", ["u", "v"], r"cannot read column 't' of .*: it is string, not a list"),
+        ("t", [1, 2], r"cannot read column 't' of .*: it is int64, not a list"),
         ("a", [["x"], []], r"cannot read column 'a' of .*: it is list"),
     ):
         pq.write_table(pa.table({**columns, name: values}), tmp_path / "log.parquet")
@@ -366,6 +366,8 @@ def test_parquet_types(tmp_path):
             checked_rows(log)
     pq.write_table(pa.table({**columns, "n": ["1.5", ""], "y": ["1", "0"]}), log.path)
     assert rows_of(log) == [(1, 1.5, "x", ["u"]), (0, None, "z", [])]
+    pq.write_table(pa.table({**columns, "t": ["u|v", ""]}), log.path)
+    assert rows_of(log) == [(1, 1.0, "x", ["u", "v"]), (0, None, "z", [])]
 
 
 # Files and folders

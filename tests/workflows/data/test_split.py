@@ -45,8 +45,8 @@ def split_by(
             pieces.append(Piece(Path(folder, f"{start}.arrow"), start, stop))
             with pa.ipc.new_file(str(pieces[-1].path), table.schema) as file:
                 file.write(table.combine_chunks().to_batches()[0])
-        scan = Scan(spec, pieces, np.full(n, 9, np.uint8))
-        parts = split_rows(scan, duckdb.connect(), Path(folder), dict(files), seed)
+        scan = Scan(spec, Path(folder), duckdb.connect(), pieces, np.full(n, 9, np.uint8))
+        parts = split_rows(scan, dict(files), seed)
     rows = {part: np.flatnonzero(scan.part_of == i) for i, part in enumerate(PARTS)}
     assert parts.rows == {part: len(of) for part, of in rows.items()}
     rows["train"] = rows["train"][np.argsort(keys_of(0, n, seed)[rows["train"]])]

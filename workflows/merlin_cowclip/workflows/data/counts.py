@@ -15,13 +15,9 @@ from merlin_cowclip.workflows.data.vocabulary import PADDING
 from merlin_cowclip.workflows.errors import UserError
 
 
-def write_counts(
-    folder: Path, field: str, counts: np.ndarray, raw: pa.Array | pa.ChunkedArray
-) -> None:
-    """Write the counts of a field's n IDs, (n,) int64; ``raw`` has the texts of the last ones."""
-    texts = [pa.nulls(len(counts) - len(raw), pa.string()), *getattr(raw, "chunks", [raw])]
-    ids = np.arange(len(counts), dtype=np.int64)
-    table = pa.table({"id": ids, "raw": pa.chunked_array(texts), "count": counts})
+def write_counts(folder: Path, field: str, counts: np.ndarray, raw: pa.Array) -> None:
+    """Write the counts of a field's n IDs, (n,) int64, with their texts, n."""
+    table = pa.table({"id": np.arange(len(counts), dtype=np.int64), "raw": raw, "count": counts})
     pq.write_table(table, folder / f"{field}.parquet")
 
 

@@ -71,12 +71,12 @@ class Encoder:
 
     @classmethod
     def open(
-        cls, folder: Path, spec: DatasetSpec, ranges: Mapping[str, Sequence[float]]
+        cls, workflow: Path, spec: DatasetSpec, ranges: Mapping[str, Sequence[float]]
     ) -> Encoder:
-        """The encoder of a prepared folder or run; ``ranges`` are what it says of numbers."""
+        """Open the encoder of a folder with vocabularies; ``ranges`` are what scales numbers."""
         vocabularies = {
             name: Vocabulary.open(
-                vocabulary_file(folder, spec.vocabulary_of(name)), spec.buckets_of(name)
+                vocabulary_file(workflow, spec.vocabulary_of(name)), spec.buckets_of(name)
             )
             for name in spec.ids
         }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared folders, which `prepare`, `adopt` and `frequencies --top-k` write."""
+"""Prepared folders, which `prepare` and `adopt` write."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FORMAT_VERSION = 4
 RECORD = "prepare.json"  # written last: without it the folder is not whole
 PARTS = ("train", "valid", "test")
 HELD_OUT = PARTS[1:]
-TITLES = {"train": "training", "valid": "validation", "test": "test"}
 WORKFLOW = "workflow"
+TITLES = {"train": "training", "valid": "validation", "test": "test"}
 _AGAIN = "Prepare the data again"
 _ADOPT_AGAIN = "Put it back as it was, or adopt it again into another folder"
 

@@ -26,6 +26,11 @@ else:
 SPLIT_KINDS = ("random", "sequential", "time")
 TIME_FIELDS = ("hour", "weekday")  # keys that name a column of times, and the fields made of it
 MAX_BUCKETS = 1 << 30  # ids are 32 bits wide while data is prepared
+_LIMITS = {  # of whole numbers
+    "hash_buckets": (1, MAX_BUCKETS),
+    "hash_only": (1, MAX_BUCKETS),
+    "quantiles": (2, None),
+}
 
 
 @dataclass(frozen=True)
@@ -162,11 +167,6 @@ class DatasetSpec:
         derived = [name for name in TIME_FIELDS if getattr(self, name) is not None]
         fields = tuple(dict.fromkeys([*self.categorical, *derived]))
         object.__setattr__(self, "categorical", fields)
-        self._check_roles()
-        self._check_rare_ids()
-        self._check_fields()
-
-    def _check_roles(self) -> None:
         if not self.ids:
             raise UserError("categorical must name at least one column. Received: none (no lists)")
         names = [self.label, *self.fields]
@@ -174,36 +174,24 @@ class DatasetSpec:
             raise UserError(f"a column must have one role. Received: {quoted(twice)} in several")
         if "" in names:
             raise UserError("fields must have names that are not empty. Leave the empty one out")
-
-    def _check_rare_ids(self) -> None:
-        for key, least, most in (("freq_threshold", 0, None), ("hash_buckets", 1, MAX_BUCKETS)):
-            value = getattr(self, key)
-            if not isinstance(value, Mapping):
-                check_whole(key, value, least, most)
-                continue
-            for field, number in value.items():
-                if field not in self.ids:
-                    ids = quoted(self.ids)
-                    raise UserError(f"{key} must name fields of ids: {ids}. Received: {field!r}")
-                check_whole(f"{key} of {field!r}", number, least, most)
+        self._check_fields()
 
     def _check_fields(self) -> None:
         """Keys that name fields: of ids, or numbers."""
-        named = {
-            "hash_only": (self.hash_only, self.ids, "ids"),
-            "shared": ([name for group in self.shared for name in group], self.ids, "ids"),
-            "log1p": (self.log1p, self.continuous, "numbers"),
-            "standardize": (self.standardize, self.continuous, "numbers"),
-            "quantiles": (self.quantiles, self.continuous, "numbers"),
-        }
-        for key, (names, fields, kind) in named.items():
+        kinds = dict.fromkeys(("log1p", "standardize", "quantiles"), (self.continuous, "numbers"))
+        for key in ("freq_threshold", "hash_buckets", "hash_only", "shared", *kinds):
+            value, (fields, kind) = getattr(self, key), kinds.get(key, (self.ids, "ids"))
+            least, most = _LIMITS.get(key, (0, None))
+            names = [*itertools.chain(*value)] if key == "shared" else value
+            if not isinstance(names, (Mapping, list, tuple)):
+                check_whole(key, value, least, most)
+                continue
             if others := [name for name in names if name not in fields or [*names].count(name) > 1]:
                 raise UserError(
                     f"{key} must name fields of {kind}, each once: {quoted(fields)}. Received: "
                     f"{quoted(others)}"
                 )
-        for key, least, most in (("hash_only", 1, MAX_BUCKETS), ("quantiles", 2, None)):
-            for name, number in getattr(self, key).items():
+            for name, number in value.items() if isinstance(value, Mapping) else ():
                 check_whole(f"{key} of {name!r}", number, least, most)
         if self.label_above is not None and self.label_values is not None:
             raise UserError("label_above and label_values exclude each other. Leave one out")

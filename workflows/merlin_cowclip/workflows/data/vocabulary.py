@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,11 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows.data.prepared_data import WORKFLOW
 from merlin_cowclip.workflows.errors import UserError
 
 PADDING, MISSING, UNKNOWN = 0, 1, 2  # Categorify's ids; `UNKNOWN` is the first hash bucket
-CATEGORIES = "workflow/categories"  # in a prepared folder or a run
+CATEGORIES = "categories"  # in the folder of a workflow
 BATCH_ROWS = 1 << 16
 COUNTS = pa.schema([("id", pa.int64()), ("raw", pa.string()), ("count", pa.int64())])
 _NO_HASHES = np.zeros(0, np.uint64)
@@ -112,9 +112,9 @@ def hash_of(texts: np.ndarray) -> np.ndarray:
     return pd.util.hash_array(texts, categorize=False)
 
 
-def vocabulary_file(folder: Path, name: str) -> Path:
-    """The file of a vocabulary's texts in a prepared folder or a run."""
-    return folder / CATEGORIES / f"unique.{name}.parquet"
+def vocabulary_file(workflow: Path, name: str) -> Path:
+    """The file of a vocabulary's texts in the folder of a saved workflow."""
+    return workflow / CATEGORIES / f"unique.{name}.parquet"
 
 
 def read_texts(path: Path) -> Iterator[pa.Array]:
@@ -131,7 +131,7 @@ def write_vocabulary(
     texts: Iterable[pa.Array],
     counts: Mapping[str, np.ndarray],
     held: Vocabulary,
-) -> Vocabulary:
+) -> None:
     """Write a vocabulary as Categorify does, its index, and ``counts/<field>.parquet``.
 
     Args:
@@ -141,7 +141,7 @@ def write_vocabulary(
         counts: by field that has this vocabulary, the count of each id.
         held: the vocabulary of the first texts, if there was one.
     """
-    path, first, hashes = vocabulary_file(folder, name), held.first, [_NO_HASHES]
+    path, first, hashes = vocabulary_file(folder / WORKFLOW, name), held.first, [_NO_HASHES]
     sizes, home = np.sum([*counts.values()], axis=0), folder / "counts"
     for made in (path.parent, home):
         made.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,6 @@ def write_vocabulary(
     vocabulary = Vocabulary.of_hashes(np.concatenate(hashes), held.buckets)
     for file, array in zip(_index(path), (vocabulary.hashes, vocabulary.places), strict=True):
         np.save(file, array)
-    return vocabulary
 
 
 def _unique_schema(name: str, first: int, stop: int) -> pa.Schema:
@@ -184,10 +183,3 @@ def _unique_schema(name: str, first: int, stop: int) -> pa.Schema:
 def _index(path: Path) -> tuple[Path, Path]:
     """The files of hashes and of places beside a file of texts."""
     return path.with_suffix(".hashes.npy"), path.with_suffix(".places.npy")
-
-
-def copy_index(path: Path, to: Path) -> None:
-    """Copy the index of a file of texts, if there is one, beside its copy."""
-    for source, target in zip(_index(path), _index(to), strict=True):
-        if source.exists() and not target.exists():
-            shutil.copyfile(source, target)

@@ -52,7 +52,7 @@ class ServedModel:
         if self._is_adopted:
             self._encoder = InferenceWorkflow(load_saved(folder / WORKFLOW), self._spec)
         else:
-            encoder = Encoder.open(folder, self._spec, record["ranges"])
+            encoder = Encoder.open(folder / WORKFLOW, self._spec, record["ranges"])
             self._encoder = PreparedRows(self._spec, encoder)
         with np.load(folder / ROWS) as rows:
             self._rows = {name.removeprefix("_"): rows[name] for name in rows}

@@ -372,7 +372,7 @@ class Run:
 
         if not trust:
             check_workflow(self.path, self.result["manifest"], "a run", _AGAIN)
-        return Encoder.open(self.path, self.spec(), self.config["ranges"])
+        return Encoder.open(self.path / "workflow", self.spec(), self.config["ranges"])
 
     def inference(self, *, trust: bool = False) -> InferenceWorkflow:
         """The workflow of an adopted pipeline, for raw rows; raises as `workflow`."""

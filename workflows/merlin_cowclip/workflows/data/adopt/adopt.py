@@ -6,6 +6,7 @@ The parquet stays as it is and where it is, and is read once.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 from collections.abc import Sequence
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from merlin_cowclip.models.vocabulary import has_raw_ids, is_encoded, read_vocabulary
 from merlin_cowclip.workflows.data.adopt import graph, validate
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.adopt.skew import check_skew
@@ -105,14 +108,8 @@ def adopt(
                 fields.append(label)
             inputs.notes.extend(check_skew(inference, raw, files, fields))
         for name, by_id in counts.items():
-            vocabulary = inputs.columns[name].vocabulary
-            texts = pa.nulls(0, pa.string()) if vocabulary is None else vocabulary.raw()
-            if len(texts) > max(len(by_id) - 3, 0):  # after padding, missing and unknown
-                raise UserError(
-                    f"{name!r} has {len(texts):,} raw ids, but {len(by_id):,} ids in the schema. "
-                    "Give Categorify an out_path of its own, and fit again"
-                )
-            write_counts(folder / "counts", name, by_id, texts)
+            raw = _raw_ids(inputs.schema[name], folder / "workflow", len(by_id))
+            write_counts(folder / "counts", name, by_id, raw)
         save_schema(inputs.schema, folder)
         record = {
             "spec": inputs.spec.to_dict(),
@@ -167,6 +164,21 @@ def _inputs_of(folder: Path, files: list[validate.InputFile], label: str, name: 
     target = ColumnSchema(label, tags=tags, dtype=np.dtype(kind.to_pandas_dtype()))
     inputs = [_input(found[c], stored.field(c).type, columns[c], c in ids) for c in spec.fields]
     return _Inputs(spec, Schema([target, *inputs]), cardinalities, columns, notes)
+
+
+def _raw_ids(column: ColumnSchema, workflow: Path, ids: int) -> pa.Array:
+    """The raw ids of a field, n text; null where Categorify combined or hashed them."""
+    raw = pd.Series(dtype=object)
+    if is_encoded(column) and has_raw_ids(column):
+        with contextlib.suppress(ValueError):  # combined ids, times
+            raw = read_vocabulary(column, workflow)
+    if len(raw) > max(ids - 3, 0):  # after padding, missing and unknown
+        raise UserError(
+            f"{column.name!r} has {len(raw):,} raw ids, but {ids:,} ids in the schema. Give "
+            "Categorify an out_path of its own, and fit again"
+        )
+    texts = pa.array(raw.astype(str), pa.string())
+    return pa.concat_arrays([pa.nulls(ids - len(raw), pa.string()), texts])
 
 
 def _role(column: ColumnSchema, known: graph.Column) -> str | None:

@@ -6,7 +6,6 @@ Imports NVTabular.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as pads
-from dask.utils import natural_sort_key
 
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
+    import merlin.dag as dag
     import nvtabular as nvt
-    from merlin import dag
     from merlin.dag.ops.subgraph import Subgraph
     from merlin.io.worker import clean_worker_cache
     from nvtabular import ops
@@ -62,8 +60,7 @@ def load_saved(folder: str | Path) -> nvt.Workflow:
         for kind, (attribute, prefix) in _FILES.items():
             files = getattr(node.op, attribute) if isinstance(node.op, kind) else {}
             for storage in files:
-                name = getattr(node.op, "shared", {}).get(storage, storage)  # of `EncodeIds`
-                path = folder / SAVED_FILES / f"{prefix}.{name}.parquet"
+                path = folder / SAVED_FILES / f"{prefix}.{storage}.parquet"
                 files[storage] = str(path)
                 if not path.exists():
                     raise UserError(
@@ -92,31 +89,12 @@ class Vocabulary:
     path: Path  # a parquet file, or a folder of them
     read: str | None  # the raw column with these values; None if they are computed from others
 
-    @functools.cached_property
-    def dataset(self) -> pads.Dataset:
-        """Its rows, in the order of their ids, which are the last ones of the field."""
-        found = self.path.glob("*.parquet") if self.path.is_dir() else [self.path]
-        files = sorted(found, key=lambda path: natural_sort_key(path.name))
-        return pads.dataset(files, format="parquet")
-
     @property
     def type(self) -> pa.DataType | None:
         """Type of the values; None if it is not known, or they are combined ones."""
-        schema = self.dataset.schema
+        schema = pads.dataset(self.path, format="parquet").schema
         kind = schema.field(self.storage).type if self.storage in schema.names else pa.null()
         return None if pa.types.is_null(kind) else getattr(kind, "value_type", kind)
-
-    def raw(self) -> pa.ChunkedArray:
-        """Raw ids as text, by id; null for combined ones."""
-        if self.type is None:
-            return pa.chunked_array([pa.nulls(self.dataset.count_rows(), pa.string())])
-        column = self.dataset.to_table(columns=[self.storage])[self.storage].cast(self.type)
-        try:  # integers beside a null are floats in pandas
-            is_float = pa.types.is_floating(column.type)
-            return (column.cast(pa.int64()) if is_float else column).cast(pa.string())
-        except pa.ArrowException:  # fractions, bytes that are not UTF-8
-            texts = [None if one is None else str(one) for one in column.to_pylist()]
-            return pa.chunked_array([texts], pa.string())
 
 
 @dataclass(frozen=True)

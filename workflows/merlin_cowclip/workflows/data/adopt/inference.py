@@ -14,7 +14,6 @@ import pyarrow.types as kinds
 
 from merlin_cowclip.workflows.data.adopt.graph import Column, nodes, operator_name, trace
 from merlin_cowclip.workflows.data.adopt.validate import is_list
-from merlin_cowclip.workflows.data.prepare.operators import EncodeIds
 from merlin_cowclip.workflows.data.sources.base import is_text
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
@@ -44,8 +43,7 @@ class InferenceWorkflow:
         outputs = trace(workflow.output_node)
         columns = {name: outputs[name] for name in spec.fields}
         for op in (op for column in columns.values() for op in column.operators):
-            is_stock = isinstance(op, ops.Categorify) and not isinstance(op, EncodeIds)
-            is_hash = is_stock and bool(op.num_buckets)
+            is_hash = isinstance(op, ops.Categorify) and bool(op.num_buckets)
             if is_hash or isinstance(op, _BY_OTHER_ROWS):
                 raise UserError(
                     f"raw rows cannot be encoded: {operator_name(op)}{'(num_buckets=…)' * is_hash} "

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 
@@ -33,11 +34,15 @@ class Scan:
 
     Attributes:
         spec: what the columns are.
+        scratch: the folder of temporary files.
+        database: sorts on disk what is too large for memory.
         pieces: in the order of the rows.
         part_of: (rows,) uint8, an index of `PARTS`, in a file; set by the split.
     """
 
     spec: DatasetSpec
+    scratch: Path
+    database: duckdb.DuckDBPyConnection
     pieces: Sequence[Piece]
     part_of: np.ndarray
 

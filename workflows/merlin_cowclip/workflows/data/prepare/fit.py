@@ -6,9 +6,10 @@ Texts are counted by piece, then in all by DuckDB, which sorts on disk what is t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +18,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.encoder import Scale, scale_of
+from merlin_cowclip.workflows.data.encoder import scale_of
 from merlin_cowclip.workflows.data.prepare.columns import Scan, read_column
+from merlin_cowclip.workflows.data.prepared_data import WORKFLOW
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.vocabulary import (
     BATCH_ROWS,
     MISSING,
+    UNKNOWN,
     Vocabulary,
     read_texts,
     vocabulary_file,
@@ -42,37 +45,30 @@ class Encoding(NamedTuple):
     folder: Path  # the prepared folder or run, with the vocabularies
 
 
-class Fitted(NamedTuple):
-    """What encodes a field, and its report."""
-
-    report: dict[str, Any]
-    encodes: Vocabulary | Scale
+Report = dict[str, Any]  # of a field
 
 
 def fit_ids(
     name: str,
     fields: Sequence[str],
     scan: Scan,
-    database: duckdb.DuckDBPyConnection,
-    scratch: Path,
     folder: Path,
     like: Encoding | None = None,
     grow: bool = False,
-) -> dict[str, Fitted]:
+) -> dict[str, Report]:
     """Fit the fields of the vocabulary ``name``, and write it, its index and counts to ``folder``.
 
-    With ``like``, ids are those of an earlier `prepare`; others get new ones behind them if the
-    vocabulary is to ``grow``. Raises UserError if the training rows of a field have no id, or all
-    are rarer than the threshold.
+    Returns their reports. With ``like``, ids are those of an earlier `prepare`; others get new ones
+    behind them if the vocabulary is to ``grow``. Raises UserError if the training rows of a field
+    have no id, or all are rarer than the threshold.
     """
     spec = scan.spec
     grow = (grow or like is None) and name not in spec.hash_only
-    buckets, threshold = spec.buckets_of(fields[0]), max(spec.threshold_of(fields[0]), 1)
-    earlier = like and vocabulary_file(like.folder, name)
+    buckets = spec.buckets_of(fields[0])
+    earlier = like and vocabulary_file(like.folder / WORKFLOW, name)
     held = Vocabulary.open(earlier, buckets) if earlier else Vocabulary.empty(buckets)
     counts = {field: np.zeros(held.cardinality, np.int64) for field in fields}
-    below = dict.fromkeys(fields, 0)
-    counted, ranked = scratch / f"{name}.counted", scratch / f"{name}.ranked"
+    counted = scan.scratch / f"{name}.counted"
     with pq.ParquetWriter(counted, _COUNTED, compression="lz4") as writer:
         for number, field in enumerate(fields):
             for texts, found, missing in _training_counts(scan, field):
@@ -80,22 +76,53 @@ def fit_ids(
                 ids = held.encode(texts)
                 is_new = (ids < held.first) & grow
                 np.add.at(counts[field], ids[~is_new], found[~is_new])
-                below[field] += int(found[(ids < held.first) & ~is_new].sum()) if like else 0
                 new = texts.filter(pa.array(is_new))
                 batch = [new, found[is_new], np.full(len(new), number, np.int16)]
                 writer.write_batch(pa.record_batch(batch, schema=_COUNTED))
+    table = "read_parquet($source)"
+    return rank_ids(name, spec, counts, held, scan.database, counted, table, folder, earlier)
+
+
+def rank_ids(
+    name: str,
+    spec: DatasetSpec,
+    counts: Mapping[str, np.ndarray],
+    held: Vocabulary,
+    database: duckdb.DuckDBPyConnection,
+    counted: Path,
+    table: str,
+    folder: Path,
+    earlier: Path | None = None,
+) -> dict[str, Report]:
+    """Order the new ids of a vocabulary by count, and write it; returns the report of each field.
+
+    Args:
+        name: of the vocabulary.
+        spec: what the columns are.
+        counts: by field of the vocabulary, the counts of missing ids and of those in ``held``.
+        held: the vocabulary that others follow.
+        database: sorts on disk what is too large for memory.
+        counted: a parquet file of new ids, or a folder.
+        table: SQL for its columns ``text``, ``n`` and ``field``, a number; it is ``$source``.
+        folder: the prepared folder.
+        earlier: the file of ``held``, if it has one: then no field needs an id.
+    """
+    fields, ranked = [*counts], counted.with_name(f"{name}.ranked")
+    threshold = max(spec.threshold_of(fields[0]), 1)
     sums = [
         f"coalesce(sum(n) filter (where field = {i}), 0)::bigint as n{i}"
         for i in range(len(fields))
     ]
     _copy(
         database,
-        f"select text, sum(n)::bigint as n, {', '.join(sums)} from read_parquet($source) "
+        f"select text, sum(n)::bigint as n, {', '.join(sums)} from {table} "
         "group by text order by n desc, text",
         counted,
         ranked,
     )
     distinct = {field: int(np.count_nonzero(counts[field][held.first :])) for field in fields}
+    unknown = slice(UNKNOWN, held.first if earlier else UNKNOWN)
+    below = {field: int(counts[field][unknown].sum()) for field in fields}
     kept = {field: [counts[field]] for field in fields}
     for batch in _batches(ranked):
         some = int(np.count_nonzero(batch["n"].to_numpy() >= threshold))
@@ -108,30 +135,31 @@ def fit_ids(
             below[field] += int(found[some:].sum())
     known = sum(map(len, kept[fields[0]])) - held.cardinality
     by_id = {field: np.concatenate(parts) for field, parts in kept.items()}
-    for field in fields if like is None else ():
+    for field in fields if earlier is None else ():
         if by_id[field].sum() == by_id[field][MISSING]:
             raise all_missing(field, int(by_id[field][MISSING]))
-        if grow and not known:
+        if not known and name not in spec.hash_only:
             raise UserError(
                 f"no id of {field!r} occurs {threshold:,} times in the training rows "
                 "(freq_threshold). Lower it, or take the column out"
             )
     old = read_texts(earlier) if earlier else ()
     new = (batch["text"] for batch in _batches(ranked, known))
-    vocabulary = write_vocabulary(folder, name, itertools.chain(old, new), by_id, held)
-    return {
-        field: Fitted(
-            {
-                "occurrences": int(by_id[field].sum()),
-                "distinct": distinct[field],
-                "missing": int(by_id[field][MISSING]),
-                "below_threshold": below[field],
-                **({"new": known} if grow and like else {}),
-            },
-            vocabulary,
-        )
-        for field in fields
-    }
+    write_vocabulary(folder, name, itertools.chain(old, new), by_id, held)
+    reports = {}
+    for field in fields:
+        report: Report = {
+            "occurrences": int(by_id[field].sum()),
+            "distinct": distinct[field],
+            "missing": int(by_id[field][MISSING]),
+            "below_threshold": below[field],
+            **({"new": known} if earlier else {}),
+        }
+        one = distinct[field] == 1 and not report["missing"]
+        if one and spec.column_of(field) == field:  # a day has one weekday
+            report["note"] = "all training rows have the same id: leave the column out"
+        reports[field] = report
+    return reports
 
 
 def _training_counts(scan: Scan, field: str) -> Iterator[tuple[pa.Array, np.ndarray, int]]:
@@ -161,77 +189,61 @@ def _batches(ranked: Path, rows: int | None = None) -> Iterator[pa.RecordBatch]:
 
 
 def fit_numbers(
-    name: str,
-    scan: Scan,
-    database: duckdb.DuckDBPyConnection,
-    scratch: Path,
-    fixed: Sequence[float] | None = None,
-) -> Fitted:
-    """The report of a continuous field, and how it is scaled: by ``fixed``, or training rows."""
-    scale = scale_of(scan.spec, name, fixed or ())
-    missing, raw, filled = 0, _Moments(), _Moments()
-    values = scratch / f"{scan.spec.fields.index(name)}.values"
-    with pq.ParquetWriter(values, _VALUES, compression="lz4") as writer:
-        for piece in scan.pieces:
-            column = read_column(piece.path, name).to_numpy(zero_copy_only=False)
-            train = column[scan.part_of[piece.start : piece.stop] == 0]
-            raw.add(train[~np.isnan(train)])
-            missing += np.count_nonzero(np.isnan(train))
-            filled.add(numbers := scale.filled(train))
-            if scale.method == "quantiles" and not fixed:
-                found = np.unique(numbers, return_counts=True)
-                writer.write_batch(pa.record_batch([*map(pa.array, found)], schema=_VALUES))
-    if not raw.count:
-        if not fixed:
-            raise all_missing(name, missing)
-        raw.add(np.zeros(1))
-    if scale.log1p and raw.low < 0 and not fixed:
-        raise UserError(f"log1p needs numbers from 0 on. Column {name!r} has {raw.low!r}")
-    if not np.isfinite(np.subtract(raw.high, raw.low)):
-        raise UserError(
-            f"the range of column {name!r} is too large: {raw.low} to {raw.high}. Scale it"
-        )
-    ends = {
-        "range": (filled.low, filled.high),
-        "standardize": (_stable(filled.mean), _stable(filled.deviation)),
-        "quantiles": (),
-    }
-    if not fixed and scale.method == "quantiles":
-        fixed = _quantiles(database, values, filled.count, scan.spec.quantiles[name])
+    name: str, scan: Scan, fixed: Sequence[float] | None = None
+) -> tuple[Report, Sequence[float]]:
+    """The report of a continuous field, and what scales it: ``fixed``, or of training rows."""
+    spec, train = scan.spec, functools.partial(_training_numbers, scan, name)
+    scale = scale_of(spec, name, fixed or ())
+    rows, count, total, low, high = 0, 0, 0.0, math.inf, -math.inf
+    with np.errstate(over="ignore", invalid="ignore"):  # `checked_range` refuses what overflows
+        for numbers in train():
+            known = numbers[~np.isnan(numbers)]
+            rows, count, total = rows + len(numbers), count + len(known), total + known.sum()
+            low = min(low, float(known.min(initial=math.inf)))
+            high = max(high, float(known.max(initial=-math.inf)))
+        if not count:
+            if not fixed:
+                raise all_missing(name, rows)
+            low = high = 0.0
+        ends: Sequence[float] = checked_range(spec, name, low, high, count < rows, bool(fixed))
+        if scale.method == "standardize":
+            mean = sum(scale.filled(numbers).sum() for numbers in train()) / rows
+            squares = sum(((scale.filled(numbers) - mean) ** 2).sum() for numbers in train())
+            ends = _stable(mean), _stable(math.sqrt(squares / rows))
+    if scale.method == "quantiles" and not fixed:
+        distinct = (np.unique(scale.filled(numbers), return_counts=True) for numbers in train())
+        ends = _quantiles(name, scan, distinct, rows)
     report = {
-        "occurrences": filled.count,
-        "missing": missing,
-        "min": raw.low,
-        "max": raw.high,
-        "mean": _stable(raw.mean),
+        "occurrences": rows,
+        "missing": rows - count,
+        "min": low,
+        "max": high,
+        "mean": _stable(total / max(count, 1)),
     }
-    return Fitted(report, scale_of(scan.spec, name, fixed or ends[scale.method]))
+    return report, fixed or ends
 
 
-class _Moments:
-    """Count, range, mean and standard deviation of numbers that come in batches (Chan 1982)."""
+def _training_numbers(scan: Scan, name: str) -> Iterator[np.ndarray]:
+    """The numbers of the training rows, float64, by piece."""
+    for piece in scan.pieces:
+        column = read_column(piece.path, name).to_numpy(zero_copy_only=False)
+        yield column[scan.part_of[piece.start : piece.stop] == 0]
 
-    def __init__(self) -> None:
-        self.count, self.mean, self.squares = 0, 0.0, 0.0
-        self.low, self.high = math.inf, -math.inf
 
-    def add(self, numbers: np.ndarray) -> None:
-        """Count n more."""
-        if not len(numbers):
-            return
-        with np.errstate(over="ignore", invalid="ignore"):
-            mean, count = float(numbers.mean()), self.count + len(numbers)
-            away = mean - self.mean
-            self.squares += float(((numbers - mean) ** 2).sum())
-            self.squares += away**2 * self.count * len(numbers) / count
-            self.mean += away * len(numbers) / count
-        self.count = count
-        self.low = min(self.low, float(numbers.min()))
-        self.high = max(self.high, float(numbers.max()))
+def checked_range(
+    spec: DatasetSpec, name: str, low: float, high: float, has_missing: bool, is_fixed: bool = False
+) -> tuple[float, float]:
+    """The lowest and highest number of a field that are scaled: a missing one counts as 0.
 
-    @property
-    def deviation(self) -> float:
-        return math.sqrt(self.squares / self.count)
+    Raises UserError if they cannot be scaled.
+    """
+    if name in spec.log1p and low < 0 and not is_fixed:
+        raise UserError(f"log1p needs numbers from 0 on. Column {name!r} has {low!r}")
+    if not math.isfinite(high - low):
+        raise UserError(f"the range of column {name!r} is too large: {low} to {high}. Scale it")
+    ends = [low, high, *[0.0] * has_missing]
+    first, last = scale_of(spec, name, ()).filled(np.array([min(ends), max(ends)]))
+    return float(first), float(last)
 
 
 def _stable(number: float) -> float:
@@ -239,11 +251,20 @@ def _stable(number: float) -> float:
     return float(f"{number:.12g}")
 
 
-def _quantiles(database: duckdb.DuckDBPyConnection, values: Path, rows: int, n: int) -> list[float]:
-    """The lowest numbers that k/n of all rows do not exceed, k from 0 to n."""
+def _quantiles(
+    name: str, scan: Scan, distinct: Iterable[tuple[np.ndarray, np.ndarray]], rows: int
+) -> list[float]:
+    """The lowest numbers that k/n of all rows do not exceed, k from 0 to n.
+
+    ``distinct`` are numbers and how often each occurs.
+    """
+    values, n = scan.scratch / f"{name}.values", scan.spec.quantiles[name]
+    with pq.ParquetWriter(values, _VALUES, compression="lz4") as writer:
+        for found in distinct:
+            writer.write_batch(pa.record_batch([*map(pa.array, found)], schema=_VALUES))
     ordered = values.with_suffix(".ordered")
     _copy(
-        database,
+        scan.database,
         "select value, sum(rows)::bigint as rows from read_parquet($source) group by value "
         "order by value",
         values,
@@ -272,7 +293,7 @@ def _copy(database: duckdb.DuckDBPyConnection, query: str, source: Path, out: Pa
 
 
 def all_missing(name: str, missing: int) -> UserError:
-    """The error for a column without a value."""
+    """The error of a column without a value."""
     return UserError(
         f"column {name!r} has no value in the {missing:,} training rows. Take it out of the "
         "specification"

@@ -1,84 +1,144 @@
 # SPDX-License-Identifier: Apache-2.0
 """The NVTabular workflow of prepared data, and its schema. Imports NVTabular.
 
-The Arrow engine computes the statistics that NVTabular's operators would, and passes them to
-`StatOperator.fit_finalize`: the result is an ordinary fitted `nvtabular.Workflow`.
+The engines compute the statistics, so that nothing is left to fit: the result is an ordinary
+`nvtabular.Workflow`.
 """
 
 from __future__ import annotations
 
+import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.encoder import scale_of
-from merlin_cowclip.workflows.data.prepare.operators import EncodeIds, RawFields, ScaleNumbers
+from merlin_cowclip.workflows.data.encoder import Encoder
+from merlin_cowclip.workflows.data.prepared_data import WORKFLOW
+from merlin_cowclip.workflows.data.sources.base import decoded, typed, without_place
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.data.vocabulary import UNKNOWN, vocabulary_file
+from merlin_cowclip.workflows.data.vocabulary import CATEGORIES, UNKNOWN, vocabulary_file
+from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
     import nvtabular as nvt
-    from merlin.dag import Graph
     from merlin.schema import ColumnSchema, Schema, Tags
     from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
     from nvtabular import ops
+    from nvtabular.ops import StatOperator
 
 
-def build_workflow(
-    spec: DatasetSpec, folder: str | Path, ranges: Mapping[str, Sequence[float]]
-) -> nvt.Workflow:
-    """The spec's NVTabular workflow; vocabularies are in ``folder/categories``.
+class EncodeFields(StatOperator):
+    """The fields of prepared data from columns of raw rows, by the `Encoder` of the folder.
 
-    ``ranges`` are what numbers are scaled by.
+    IDs may be of any type: 1382, 1382.0 and "1382" are one ID. An empty text is missing, a missing
+    list is empty. A frame on a GPU is encoded on the CPU.
+
+    Args:
+        spec: what the columns are.
+        ranges: what numbers are scaled by.
+        workflow: the folder of the workflow, with ``categories/``.
     """
-    options: dict[str, Any] = {}
-    if any(spec.threshold_of(name) > 1 for name in spec.ids):
-        options["freq_threshold"] = {name: spec.threshold_of(name) for name in spec.ids}
-    if any(spec.buckets_of(name) > 1 for name in spec.ids):
-        options["num_buckets"] = {name: spec.buckets_of(name) for name in spec.ids}
-    shared = {name: spec.vocabulary_of(name) for name in spec.ids if spec.shared}
-    options |= {"lists": spec.lists, "shared": shared, "null_values": spec.null_values}
-    target = [Tags.TARGET, Tags.BINARY_CLASSIFICATION]
 
-    def raw(names: Sequence[str]) -> Any:
-        """These fields, of columns of the same or another name."""
-        other = [name for name in names if spec.column_of(name) != name]
-        same: Any = [name for name in names if name not in other]
-        if not other:
-            return same
-        columns = [*dict.fromkeys(map(spec.column_of, other))]
-        return (
-            (same + (columns >> RawFields(spec, other)))
-            if same
-            else columns >> RawFields(spec, other)
-        )
+    fitted = True
 
-    nodes = raw(spec.ids) >> EncodeIds(folder, **options)
-    nodes += raw([spec.label]) >> ops.AddMetadata(tags=target)
-    if spec.continuous:
-        scales = {name: scale_of(spec, name, ranges[name]) for name in spec.continuous}
-        is_missing = spec.non_finite == "missing"
-        nodes += raw(spec.continuous) >> ScaleNumbers(scales, spec.null_values, is_missing)
-    return nvt.Workflow(nodes)
+    def __init__(
+        self, spec: DatasetSpec, ranges: Mapping[str, Sequence[float]], workflow: Path
+    ) -> None:
+        super().__init__()
+        self.spec, self.ranges, self.workflow = spec, ranges, workflow
+        self._encoder: Encoder | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_encoder": None}  # read again from the files
+
+    def set_storage_path(self, new_path: str, copy: bool = False) -> None:
+        """Move to another folder, to which ``copy`` copies the vocabularies."""
+        target = Path(new_path)
+        if copy and target != self.workflow:
+            shutil.copytree(self.workflow / CATEGORIES, target / CATEGORIES, dirs_exist_ok=True)
+        self.workflow, self._encoder = target, None
+
+    @property
+    def encoder(self) -> Encoder:
+        """What encodes, opened once."""
+        if self._encoder is None:
+            self._encoder = Encoder.open(self.workflow, self.spec, self.ranges)
+        return self._encoder
+
+    def transform(self, col_selector: Any, df: Any) -> Any:
+        """The fields of a frame's columns; raises UserError for a value that cannot be read."""
+        frame = df.to_pandas() if hasattr(df, "to_pandas") else df
+        sources = {field: of[0] for field, of in self.column_mapping(col_selector).items()}
+        columns = {}
+        for name in sources.values():
+            try:
+                cells = pa.array(frame[name], from_pandas=True)
+            except (pa.ArrowException, ValueError) as error:
+                reason = clipped(str(error))
+                raise UserError(f"cannot read column {name!r}: {reason}. Read it as text") from None
+            whole = isinstance(cells, pa.Array)
+            columns[name] = decoded(cells if whole else cells.combine_chunks())
+        rows = typed(self.spec, sources, columns, without_place, Counter(), "of a frame")
+        out = pd.DataFrame(index=frame.index)
+        for field in sources:
+            values = self.encoder.encode(field, rows[field]).to_pandas()
+            values = values.astype(np.int64) if field in self.spec.categorical else values
+            out[field] = values.set_axis(frame.index)
+        return out if frame is df else type(df).from_pandas(out)
+
+    def column_mapping(self, col_selector: Any) -> dict[str, list[str]]:
+        """The column of each field."""
+        columns = {field: self.spec.column_of(field) for field in self.spec.fields}
+        return {field: [of] for field, of in columns.items() if of in col_selector.names}
+
+    def compute_output_schema(
+        self, input_schema: Schema, col_selector: Any, prev_output_schema: Any = None
+    ) -> Schema:
+        """The fields, with tags and domains."""
+        selected = col_selector or nvt.ColumnSelector(input_schema.column_names)
+        return Schema([self._schema_of(field) for field in self.column_mapping(selected)])
+
+    def _schema_of(self, field: str) -> ColumnSchema:
+        spec, is_list = self.spec, field in self.spec.lists
+        if field in spec.continuous:
+            return ColumnSchema(field, [Tags.CONTINUOUS], dtype=np.float32)
+        name, buckets = spec.vocabulary_of(field), spec.buckets_of(field)
+        highest = self.encoder.vocabularies[field].cardinality - 1
+        properties = {  # Categorify's, with a path in the folder of the workflow: folders move
+            "num_buckets": buckets if buckets > 1 else None,
+            "freq_threshold": spec.threshold_of(field),
+            "max_size": 0,
+            "cat_path": vocabulary_file(Path(), name).as_posix(),
+            "domain": {"min": 0, "max": highest, "name": name},
+            "empty_is_missing": True,
+        }
+        return ColumnSchema(field, [Tags.CATEGORICAL], properties, np.int64, is_list, is_list)
 
 
 def save_fitted_workflow(
     spec: DatasetSpec, folder: Path, ranges: Mapping[str, Sequence[float]]
 ) -> None:
-    """Save the workflow of `build_workflow` and its schema, with the vocabularies in ``folder``."""
-    workflow = build_workflow(spec, folder / "workflow", ranges)
-    for node in Graph.get_nodes_by_op_type([workflow.output_node], EncodeIds):
-        files = {name: vocabulary_file(folder, spec.vocabulary_of(name)) for name in spec.ids}
-        node.op.fit_finalize({name: str(path) for name, path in files.items()})
-        node.op.fitted = True
-    workflow.fit_schema(raw_schema(spec))
-    workflow.save(str(folder / "workflow"))
-    columns = workflow.output_schema
-    save_schema(Schema([columns[name] for name in (spec.label, *spec.fields)]), folder)
+    """Save the workflow and the schema of a folder with vocabularies and counts.
+
+    ``ranges`` are what numbers are scaled by.
+    """
+    label: Any = [spec.column_of(spec.label)]
+    if label != [spec.label]:
+        label = label >> ops.Rename(name=spec.label)
+    label = label >> ops.AddMetadata(tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION])
+    columns = dict.fromkeys(map(spec.column_of, (*spec.ids, *spec.continuous)))
+    fields = [*columns] >> EncodeFields(spec, ranges, folder / WORKFLOW)
+    workflow = nvt.Workflow(fields + label).fit_schema(raw_schema(spec))
+    workflow.save(str(folder / WORKFLOW))
+    made = workflow.output_schema
+    save_schema(Schema([made[name] for name in (spec.label, *spec.fields)]), folder)
 
 
 def raw_schema(spec: DatasetSpec) -> Schema:

@@ -8,6 +8,7 @@ A task may run again: it writes the same files.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -18,29 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.adopt.graph import load_saved
-from merlin_cowclip.workflows.data.encoder import Encoder, scale_of
+from merlin_cowclip.workflows.data.encoder import Encoder
+from merlin_cowclip.workflows.data.prepare import fit, shuffle, split
+from merlin_cowclip.workflows.data.prepare.columns import mixed_times
 from merlin_cowclip.workflows.data.prepare.executor import connect, run_tasks
-from merlin_cowclip.workflows.data.prepare.fit import all_missing
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
-from merlin_cowclip.workflows.data.prepare.shuffle import (
-    PART_ROWS,
-    ROW_GROUP_ROWS,
-    part_jobs,
-    part_schema,
-)
-from merlin_cowclip.workflows.data.prepare.split import as_numbers, time_text
-from merlin_cowclip.workflows.data.prepared_data import HELD_OUT, PARTS, TITLES
+from merlin_cowclip.workflows.data.prepared_data import HELD_OUT, PARTS, WORKFLOW
 from merlin_cowclip.workflows.data.sources.base import TIME, Chunk, Source
-from merlin_cowclip.workflows.data.spec import TIME_FIELDS, DatasetSpec
-from merlin_cowclip.workflows.data.vocabulary import MISSING, UNKNOWN, Vocabulary, write_vocabulary
+from merlin_cowclip.workflows.data.spec import DatasetSpec
+from merlin_cowclip.workflows.data.vocabulary import MISSING, Vocabulary, vocabulary_file
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.folders import replacing
 from merlin_cowclip.workflows.progress import progress_bar
@@ -70,13 +64,13 @@ def prepare_on_dask(
     scheduler: str | None = None,
     workers: int = 0,
     device: str = "cpu",
-    part_rows: int = PART_ROWS,
+    part_rows: int = shuffle.PART_ROWS,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Write parts, workflow, schema and counts into ``folder``; returns what the record says.
 
-    Rows of training sources are divided by the spec's shares, equal rows into one part. Files have
-    about ``part_rows`` rows. `connect` describes ``scheduler``, ``workers`` and ``device``. Raises
+    Rows of training sources are divided by about the spec's shares. Files have about ``part_rows``
+    rows. `connect` describes ``scheduler``, ``workers`` and ``device``. Raises
     UserError for bad input.
     """
     if spec.split.kind == "sequential":
@@ -84,11 +78,10 @@ def prepare_on_dask(
             "engine 'nvtabular' reads files at the same time and has no sequential split. Split by "
             "time or at random, or give files"
         )
-    not_offered = (*NOT_OFFERED, *(("renamed", *TIME_FIELDS) if device == "gpu" else ()))
-    if refused := [key for key in not_offered if getattr(spec, key)]:
+    if refused := [key for key in NOT_OFFERED if getattr(spec, key)]:
         raise UserError(
-            f"engine 'nvtabular' does not offer {quoted(refused)} of the specification on device "
-            f"{device!r}. Leave them out, or the engine"
+            f"engine 'nvtabular' does not offer {quoted(refused)} of the specification. Leave them "
+            "out, or the engine"
         )
     tasks = _Tasks(spec, folder, seed, device)
     for home in (*PARTS, ".scratch/encoded", *(f".scratch/{part}" for part in PARTS)):
@@ -100,30 +93,52 @@ def prepare_on_dask(
             {part: int(found.at[(part, spec.label), key]) for part in PARTS}
             for key in ("occurrences", "total")
         )
-        ranges = _checked_ranges(spec, found, rows, positives)
+        split.check_labels(spec, rows, positives)
+        ranges = {}
+        for name in spec.fields:
+            of = found.loc[("train", name)]
+            if of["missing"] == of["occurrences"]:
+                raise fit.all_missing(name, int(of["missing"]))
+            if name in spec.continuous:
+                ends = float(of["min"]), float(of["max"]), bool(of["missing"])
+                ranges[name] = fit.checked_range(spec, name, *ends)
         jobs = _count_ids(client, tasks, files, found, progress)
-        ids = dict(zip(spec.ids, run("ranking", tasks.rank, jobs), strict=True))
+        reports = dict(zip(spec.ids, run("ranking", tasks.rank, jobs), strict=True))
         run("workflow", save_fitted_workflow, [(spec, folder, ranges)])
-        outputs = {part: max(len(part_jobs(part, rows[part], part_rows)), 1) for part in PARTS}
-        buckets = {**outputs, **dict.fromkeys(HELD_OUT, 1)}
+        outputs = {part: shuffle.part_jobs(part, rows[part], part_rows) for part in PARTS}
+        buckets = {**dict.fromkeys(PARTS, 1), "train": len(outputs["train"])}
         to_encode = [(i, name, ranges, buckets[part]) for i, (part, name, _) in enumerate(files)]
-        encoded = pd.DataFrame(itertools.chain(*run("encoding", tasks.encode, to_encode)))
-        to_write: list[tuple[str, int, Any, int]] = []
-        for part, number in outputs.items():
+        encoded = run("encoding", tasks.encode, to_encode)
+        to_write: list[tuple[shuffle.PartJob, int, Any]] = []
+        for part, parquet in outputs.items():
             of = np.array([i for i, file in enumerate(files) if file[0] == part], int)
-            divided = [of] * number if part == "train" else np.array_split(of, number)
-            to_write += [(part, i, of, i % buckets[part]) for i, of in enumerate(divided)]
+            if part == "train":
+                to_write += [(job, number, of) for number, job in enumerate(parquet)]
+            elif parquet:
+                divided = np.array_split(of, len(parquet))
+                to_write += [(job, 0, some) for job, some in zip(parquet, divided, strict=True)]
         run("writing", tasks.write, to_write)
-        client.run(_workflow.cache_clear)
     shutil.rmtree(tasks.scratch, ignore_errors=True)
-    outside = encoded.groupby(["part", "column"])["outside"].sum()
-    fields = {name: _report(spec, name, found, outside, ids.get(name, {})) for name in spec.fields}
+    encoder = Encoder.open(folder / WORKFLOW, spec, ranges)
+    for name in spec.continuous:
+        of = found.loc[("train", name)]
+        mean = float(of["total"] / (of["occurrences"] - of["missing"]))
+        reports[name] = {key: int(of[key]) for key in ("occurrences", "missing", "not_finite")}
+        reports[name] |= {"min": float(of["min"]), "max": float(of["max"]), "mean": mean}
+    held_out = sum(encoded, Counter[Any]())
+    for part, name in itertools.product(HELD_OUT, spec.fields):
+        for key in ("occurrences", "missing", "unknown" if name in spec.ids else "out_of_range"):
+            reports[name][f"{part}_{key}"] = held_out[name, f"{part}_{key}"]
     return {
         "rows": rows,
         "boundaries": _boundaries(found, rows) if spec.split.kind == "time" else {},
-        "cardinalities": {name: of["cardinality"] for name, of in ids.items()},
+        "cardinalities": {n: of.cardinality for n, of in encoder.vocabularies.items()},
         "ranges": {name: list(ends) for name, ends in ranges.items()},
-        "report": {"rows": rows, "positives": positives, "fields": fields},
+        "report": {
+            "rows": rows,
+            "positives": positives,
+            "fields": {name: reports[name] for name in spec.fields},
+        },
     }
 
 
@@ -146,7 +161,9 @@ class _Tasks:
         spec, source = copy.copy(source.spec), copy.copy(source)
         vars(spec).update(categorical=(), continuous=(), lists=())  # which are not read
         vars(source).update(spec=spec)
-        times = [as_numbers(batch.column(TIME)) for batch in source.batches(chunk) if len(batch)]
+        times = [
+            split.as_numbers(batch.column(TIME)) for batch in source.batches(chunk) if len(batch)
+        ]
         if not times:
             return pd.Series(dtype=int)
         held, counts = np.unique(np.concatenate(times), return_counts=True)
@@ -154,18 +171,22 @@ class _Tasks:
         return pd.Series(np.add.reduceat(counts, starts), held[starts])
 
     def read(
-        self, number: int, part: str, source: Source, chunk: Chunk, cuts: np.ndarray
+        self, number: int, part: str, source: Source, chunk: Chunk, cuts: Mapping[str, Any]
     ) -> tuple[list[File], pd.DataFrame]:
         """Read a chunk into files by part; ``cuts`` divide training rows."""
         files: list[File] = []
         told: Told = []
         replaced, schema = Counter[str](), raw_part_schema(self.spec)
+        random = np.random.default_rng([self.seed, number, 1])
         held: dict[str, list[pa.Table]] = {part: [] for part in PARTS}
         for batch in itertools.chain(source.batches(chunk, replaced=replaced), [None]):
             if batch:
                 parts = np.full(len(batch), PARTS.index(part))
                 if part == "train":
-                    parts = np.searchsorted(cuts, self.scores(batch), side="right")
+                    places = random.random(len(batch))
+                    if self.spec.split.kind == "time":
+                        places = split.as_numbers(batch.column(TIME))
+                    parts = split.parts_of(places, cuts)
                 for i in np.unique(parts):
                     table = pa.Table.from_batches([batch]).filter(pa.array(parts == i))
                     told += _tally(self.spec, PARTS[i], table)
@@ -181,98 +202,76 @@ class _Tasks:
         told += [{"part": "train", "column": c, "not_finite": n} for c, n in replaced.items()]
         return files, _summed(pd.DataFrame(told))
 
-    def scores(self, batch: pa.RecordBatch) -> np.ndarray:
-        """(n,) times of rows, or numbers in [0, 1) that depend on a row's values and the seed."""
-        if self.spec.split.kind == "time":
-            return as_numbers(batch.column(TIME))
-        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        for name in self.spec.lists:
-            texts = columns[name].values.fill_null("")
-            lists = pa.ListArray.from_arrays(columns[name].offsets, texts)
-            columns[name] = pc.binary_join(lists, "\x1f")
-        hashes = pd.util.hash_pandas_object(pa.table(columns).to_pandas(), index=False).to_numpy()
-        salt = np.random.SeedSequence(self.seed).generate_state(1, np.uint64)
-        mixed: np.ndarray = pd.util.hash_array(hashes ^ salt)
-        return (mixed >> np.uint64(11)) * 2.0**-53
-
-    def rank(self, name: str, path: str, known: int, missing: int) -> dict[str, int]:
+    def rank(self, name: str, path: str, occurrences: int, missing: int) -> dict[str, Any]:
         """Order the ids that NVTabular counted in a field, and write its vocabulary and counts."""
-        dataset = pa.dataset.dataset(path, format="parquet")
-        table = dataset.to_table(columns=[name, f"{name}_size"])
-        table = table.filter(pc.is_valid(table[name])).combine_chunks()
-        texts, counts = table[0].cast(pa.string()).combine_chunks(), table[1].to_numpy()
-        threshold = self.spec.threshold_of(name)
-        if counts.sum() != known:
-            raise RuntimeError(f"NVTabular lost ids {name!r}: {counts.sum():,} of {known:,}")
-        if counts.max() < threshold:
-            raise UserError(
-                f"no id of {name!r} occurs {threshold:,} times in the training rows "
-                "(freq_threshold). Lower it, or take the column out"
-            )
-        by_text = pc.sort_indices(texts).to_numpy()
-        order = by_text[np.argsort(-counts[by_text], kind="stable")]  # ties: by text
-        counts = counts[order].astype(np.int64)
-        known_to, held = np.count_nonzero(counts >= max(threshold, 1)), self.spec.buckets_of(name)
-        vocabulary = Vocabulary.empty(held)
-        specials = np.zeros(vocabulary.first, np.int64)
-        specials[MISSING] = missing
-        rare = texts.take(pa.array(order[known_to:]))
-        np.add.at(specials, vocabulary.encode(rare), counts[known_to:])
-        by_id = {name: np.append(specials, counts[:known_to])}
-        kept = texts.take(pa.array(order[:known_to]))
-        write_vocabulary(self.folder, name, [kept], by_id, vocabulary)
-        sizes = {"distinct": len(texts), "cardinality": len(by_id[name])}
-        return {**sizes, "below_threshold": int(counts[known_to:].sum())}
+        held = Vocabulary.empty(self.spec.buckets_of(name))
+        counts = np.zeros(held.first, np.int64)
+        counts[MISSING] = missing
+        column = name.replace('"', '""')
+        table = (
+            f'(select "{column}"::varchar as text, "{column}_size" as n, 0 as field '
+            f'from read_parquet($source) where "{column}" is not null)'
+        )
+        files = Path(path, "*.parquet") if Path(path).is_dir() else Path(path)
+        config: Any = {"threads": 1, "temp_directory": str(self.scratch / f"{name}.duckdb")}
+        with contextlib.closing(duckdb.connect(config=config)) as database:
+            given = {name: counts}, held, database, files, table, self.folder
+            report = fit.rank_ids(name, self.spec, *given)[name]
+        if report["occurrences"] != occurrences:
+            found = report["occurrences"]
+            raise RuntimeError(f"NVTabular lost ids {name!r}: {found:,} of {occurrences:,}")
+        return report
 
-    def encode(self, number: int, name: str, ranges: Mapping[str, Any], buckets: int) -> Told:
-        """Encode a file into batches by random bucket; tells of unknown ids and clipped numbers."""
-        schema, outside = part_schema(self.spec), {}
+    def encode(
+        self, number: int, name: str, ranges: Mapping[str, Any], buckets: int
+    ) -> Counter[tuple[str, str]]:
+        """Encode a file into batches by random bucket; returns numbers for the report."""
+        spec, part = self.spec, name.split("/")[0]
         raw = pq.ParquetFile(self.scratch / name).read()
-        if self.device == "gpu":
-            import cudf  # type: ignore[import-not-found]
-
-            workflow = _workflow(self.folder / "workflow")
-            table = workflow.transform(cudf.DataFrame.from_arrow(raw)).to_arrow()
-        else:
-            encoder = Encoder.open(self.folder, self.spec, ranges)
-            columns = {n: encoder.encode(n, raw[n].combine_chunks()) for n in self.spec.fields}
-            table = pa.table({self.spec.label: raw[self.spec.label], **columns})
-        table = table.select(schema.names).cast(schema)
-        for field in self.spec.ids:
-            ids, first = _flat(table[field]).to_numpy(), UNKNOWN + self.spec.buckets_of(field)
-            outside[field] = int(np.count_nonzero((ids >= UNKNOWN) & (ids < first)))
-        for field, (low, high) in ranges.items():
-            scale = scale_of(self.spec, field, (low, high))
-            held = raw[field].to_numpy()
-            numbers = np.where(np.isnan(held), low, scale.filled(held))
-            outside[field] = int(np.count_nonzero((numbers < low) | (numbers > high)))
-        bucket = np.random.default_rng([self.seed, 0, number]).integers(buckets, size=len(table))
-        table = table.take(pa.array(np.argsort(bucket, kind="stable"))).combine_chunks()
-        ends = np.cumsum(np.bincount(bucket, minlength=buckets)).tolist()
-        options = pa.ipc.IpcWriteOptions(compression="lz4")
-        with (
-            replacing(self.scratch / f"encoded/{number:06d}.arrow") as partial,
-            pa.ipc.new_file(str(partial), schema, options=options) as file,
-        ):
-            for start, end in itertools.pairwise([0, *ends]):
-                file.write_batch(table.to_batches()[0].slice(start, end - start))
-        return [{"part": name.split("/")[0], "column": c, "outside": n} for c, n in outside.items()]
-
-    def write(self, part: str, number: int, encoded: Sequence[int], bucket: int) -> None:
-        """Write a file of a part: a bucket of encoded files, in order, or shuffled to train."""
-        batches = []
-        for name in (f"encoded/{i:06d}.arrow" for i in encoded):
-            with pa.OSFile(str(self.scratch / name)) as file:
-                batches.append(pa.ipc.open_file(file).get_batch(bucket))
-        if not sum(map(len, batches)):
-            return
-        table = pa.Table.from_batches(batches).combine_chunks()
+        encoder = Encoder.open(self.folder / WORKFLOW, spec, ranges)
+        columns = self.ids_on_gpu(raw) if self.device == "gpu" else {}
+        left = [field for field in spec.fields if field not in columns]
+        columns |= {field: encoder.encode(field, raw[field].combine_chunks()) for field in left}
+        rows, cuts = np.arange(len(raw)), np.linspace(0, 2.0**64, buckets + 1)[1:-1]
+        keys = rows.astype(np.uint64) + np.uint64(number << 32)  # in their order
         if part == "train":
-            order = np.random.default_rng([self.seed, 1, bucket]).permutation(len(table))
-            table = table.take(pa.array(order))
-        group = max(1, min(ROW_GROUP_ROWS, -(-len(table) // 4)))
-        with replacing(self.folder / part / f"part-{number:05d}.parquet") as partial:
-            pq.write_table(table, partial, row_group_size=group)
+            random = np.random.default_rng([self.seed, number, 2])
+            keys = random.integers(2**64, size=len(raw), dtype=np.uint64)
+        made = {
+            spec.label: raw[spec.label].combine_chunks(),
+            **{f: columns[f] for f in spec.fields},
+        }
+        with replacing(self.scratch / f"encoded/{number:06d}.arrow") as partial:
+            shuffle.write_run(partial, made, rows, keys, cuts.astype(np.uint64))
+        found = Counter[tuple[str, str]]()
+        for field in spec.fields if part in HELD_OUT else ():
+            column = raw[field].combine_chunks() if field in spec.continuous else columns[field]
+            values = _flat(column)
+            of_field = shuffle.counted(values.to_numpy(zero_copy_only=False), encoder, field)
+            found |= Counter({(field, f"{part}_{key}"): n for key, n in of_field.items()})
+        return found
+
+    def ids_on_gpu(self, raw: pa.Table) -> dict[str, pa.Array]:
+        """The fields that stock Categorify encodes right: not lists, hashed ids, nulls only."""
+        import cudf  # type: ignore[import-not-found]
+
+        spec, ids = self.spec, dict[str, pa.Array]()
+        files = {n: vocabulary_file(self.folder / WORKFLOW, n) for n in spec.categorical}
+        categorify = ops.Categorify(out_path=str(self.scratch))
+        categorify.fit_finalize({name: str(path) for name, path in files.items()})
+        for name in files:
+            is_own = name in ("order", "labels")  # which Categorify adds to a frame
+            if not is_own and spec.buckets_of(name) == 1 and raw[name].null_count < len(raw):
+                frame = cudf.DataFrame.from_arrow(raw.select([name]))
+                frame = categorify.transform(nvt.ColumnSelector([name]), frame)
+                ids[name] = frame[name].to_arrow()
+        return ids
+
+    def write(self, job: shuffle.PartJob, number: int, encoded: Sequence[int]) -> None:
+        """Write a file of a part, of batch ``number`` of encoded files."""
+        runs = [self.scratch / f"encoded/{i:06d}.arrow" for i in encoded]
+        if runs:
+            shuffle.write_file(job, number, runs, self.spec, self.folder)
 
 
 def raw_part_schema(spec: DatasetSpec) -> pa.Schema:
@@ -280,13 +279,7 @@ def raw_part_schema(spec: DatasetSpec) -> pa.Schema:
     kinds = dict.fromkeys(spec.categorical, pa.string())
     kinds |= dict.fromkeys(spec.lists, pa.list_(pa.string()))
     kinds |= dict.fromkeys(spec.continuous, pa.float64())
-    return pa.schema([(f.name, kinds.get(f.name, f.type)) for f in part_schema(spec)])
-
-
-@functools.lru_cache(1)
-def _workflow(folder: Path) -> Any:
-    """The saved workflow; its vocabularies stay in the worker's memory."""
-    return load_saved(folder)
+    return pa.schema([(f.name, kinds.get(f.name, f.type)) for f in shuffle.part_schema(spec)])
 
 
 def _chunks(source: Source, size: int) -> tuple[Source, list[Chunk]]:
@@ -335,9 +328,7 @@ def _read_all(
         raise UserError(f"{given[0][1].path} has no rows. Give a file with rows")
     dates = {*told.loc[told["column"] == TIME, "dates"]}
     if dates - {0.0} and dates - {1.0}:
-        raise UserError(
-            f"column {spec.split.column!r} has numbers and dates. Write its times in one form"
-        )
+        raise mixed_times(spec)
     every = pd.MultiIndex.from_product([PARTS, [spec.label, *spec.fields, TIME]])
     found = told.set_index(["part", "column"]).reindex(every, fill_value=0)
     return [file for files, _ in read for file in files], found
@@ -353,62 +344,19 @@ def _summed(told: pd.DataFrame) -> pd.DataFrame:
 
 def _cuts(
     tasks: _Tasks, run: Callable[..., list[Any]], pieces: Sequence[tuple[Source, Chunk]]
-) -> np.ndarray:
-    """The scores from which rows are validation rows, and test rows."""
-    split = tasks.spec.split
-    test, valid = (0 if isinstance(of, tuple) else of for of in (split.test, split.valid))
-    if split.kind == "random":
-        return np.array([(1 - test) * (1 - valid), 1 - test])
-    sketches = run("times", tasks.times, pieces if test or valid else [])
-    if not any(map(len, sketches)):
-        return np.full(2, np.inf)
-    rows_at = pd.concat(filter(len, sketches)).groupby(level=0).sum()
-    times, counts = rows_at.index.to_numpy(), rows_at.to_numpy()
-    cuts = [np.inf if times.dtype.kind == "f" else np.iinfo(times.dtype).max]
-    for share in (test, valid):
-        if share and len(times) < 2:
-            raise UserError(
-                f"all {counts.sum():,} rows to divide have the same time, column {split.column!r}. "
-                "Choose another column or split, or a share of 0"
-            )
-        if share:
-            later = np.cumsum(counts[::-1])[::-1]  # rows from each time on
-            first = 1 + int(np.argmin(np.abs(later[1:] - share * later[0])))
-            cuts.append(times[first])
-            times, counts = times[:first], counts[:first]
-        else:
-            cuts.append(cuts[-1])
-    return np.array([cuts[2], cuts[1]], times.dtype)
-
-
-def _checked_ranges(
-    spec: DatasetSpec, found: Any, rows: dict[str, int], positives: dict[str, int]
-) -> dict[str, tuple[float, float]]:
-    """The ranges of numbers; raises UserError for a part or column that cannot be used."""
-    for part, ones in positives.items():
-        if not 0 < ones < rows[part] and (part == "train" or getattr(spec.split, part)):
-            raise UserError(
-                f"the {TITLES[part]} part has {rows[part] - ones:,} rows with label 0 and "
-                f"{ones:,} with label 1, column {spec.label!r}. Both must occur: give more rows, "
-                "or another seed or split"
-            )
-    ranges = {}
-    for name in spec.fields:
-        of = found.loc[("train", name)]
-        if of["missing"] == of["occurrences"]:
-            raise all_missing(name, rows["train"])
-        if name in spec.continuous:  # a missing number counts as 0
-            ends = [float(of["min"]), float(of["max"]), *[0.0] * bool(of["missing"])]
-            low, high = min(ends), max(ends)
-            if name in spec.log1p and low < 0:
-                raise UserError(f"log1p needs numbers from 0 on. Column {name!r} has {low!r}")
-            of_scale = scale_of(spec, name, ()).filled(np.array([low, high]))
-            ranges[name] = (float(of_scale[0]), float(of_scale[1]))
-            if high - low == np.inf:
-                raise UserError(
-                    f"the range of column {name!r} is too large: {low} to {high}. Scale it"
-                )
-    return ranges
+) -> dict[str, Any]:
+    """The times, or the numbers from 0 to 1, from which on rows are in a held-out part."""
+    wanted = tasks.spec.split
+    test, valid = (0 if isinstance(of, tuple) else of for of in (wanted.test, wanted.valid))
+    if not (test or valid) or wanted.kind == "random":
+        return {"test": 1 - test, "valid": (1 - test) * (1 - valid)}
+    sketches = [*filter(len, run("times", tasks.times, pieces))]
+    if not sketches:
+        return {}
+    times = pd.concat(sketches).rename_axis("time").rename("rows").reset_index()
+    times.to_parquet(file := tasks.scratch / "times.parquet")
+    with contextlib.closing(duckdb.connect()) as database:
+        return split.time_cuts(wanted, database, file)
 
 
 def _count_ids(
@@ -419,34 +367,14 @@ def _count_ids(
     # NVTabular allows no threshold where it writes a vocabulary in several files: `rank` has it.
     split_out = (1 + of["distinct"] // SPLIT_IDS).to_dict()
     categorify = ops.Categorify(out_path=str(tasks.scratch), split_out=split_out)
-    paths = [str(tasks.scratch / name) for part, name, _ in files if part == "train"]
+    given = [str(tasks.scratch / name) for part, name, _ in files if part == "train"]
     options = {"cpu": tasks.device == "cpu", "row_groups_per_part": 1}
     with progress_bar("counting", len(of), " columns", show=progress) as bar, quiet_imports():
-        rows = nvt.Dataset(paths, engine="parquet", **options).to_ddf(columns=[*of.index])
+        rows = nvt.Dataset(given, engine="parquet", **options).to_ddf(columns=[*of.index])
         # As `Workflow.fit` does, which then loads all vocabularies into one worker.
-        counted = client.compute(categorify.fit(nvt.ColumnSelector([*of.index]), rows)).result()
+        paths = client.compute(categorify.fit(nvt.ColumnSelector([*of.index]), rows)).result()
         bar.update(bar.total)
-    known = of["occurrences"] - of["missing"]
-    return [(name, counted[name], known[name], of["missing"][name]) for name in of.index]
-
-
-def _report(
-    spec: DatasetSpec, name: str, found: Any, outside: Any, ids: Mapping[str, int]
-) -> dict[str, Any]:
-    """What `PreparedData.report` says of a field."""
-    train = found.loc[("train", name)]
-    told: dict[str, Any] = {key: int(train[key]) for key in ("occurrences", "missing")}
-    if ids:
-        told |= {key: ids[key] for key in ("distinct", "below_threshold")}
-    else:
-        told |= {"min": float(train["min"]), "max": float(train["max"])}
-        told["mean"] = float(train["total"] / (train["occurrences"] - train["missing"]))
-        told["not_finite"] = int(train["not_finite"])
-    for part in HELD_OUT:
-        of = found.loc[(part, name)]
-        told |= {f"{part}_{key}": int(of[key]) for key in ("occurrences", "missing")}
-        told[f"{part}_{'unknown' if ids else 'out_of_range'}"] = int(outside.get((part, name), 0))
-    return told
+    return [(n, paths[n], of["occurrences"][n], of["missing"][n]) for n in of.index]
 
 
 def _boundaries(found: Any, rows: Mapping[str, int]) -> dict[str, str]:
@@ -454,4 +382,4 @@ def _boundaries(found: Any, rows: Mapping[str, int]) -> dict[str, str]:
     times = {p: found.at[(p, TIME), "max" if p == "train" else "min"] for p in PARTS if rows[p]}
     if found.at[("train", TIME), "dates"]:
         times = {p: int(time) for p, time in times.items()}
-    return {part: time_text(time) for part, time in times.items()}
+    return {part: split.time_text(time) for part, time in times.items()}

@@ -25,19 +25,23 @@ import numpy as np
 import pyarrow as pa
 from dask.utils import parse_bytes
 
-from merlin_cowclip.workflows.data.encoder import Encoder, Scale
+from merlin_cowclip.workflows.data.encoder import Encoder
 from merlin_cowclip.workflows.data.prepare.columns import Piece, Scan, write_pieces
 from merlin_cowclip.workflows.data.prepare.executor import check_cluster
-from merlin_cowclip.workflows.data.prepare.fit import Encoding, Fitted, fit_ids, fit_numbers
+from merlin_cowclip.workflows.data.prepare.fit import Encoding, Report, fit_ids, fit_numbers
 from merlin_cowclip.workflows.data.prepare.shuffle import PART_ROWS, write_parts
 from merlin_cowclip.workflows.data.prepare.split import split_rows
-from merlin_cowclip.workflows.data.prepared_data import HELD_OUT, PreparedData, write_record
+from merlin_cowclip.workflows.data.prepared_data import (
+    HELD_OUT,
+    WORKFLOW,
+    PreparedData,
+    write_record,
+)
 from merlin_cowclip.workflows.data.sources.base import Source, unchanged
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_twice
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
 from merlin_cowclip.workflows.data.spec import DatasetSpec, with_saved_names
-from merlin_cowclip.workflows.data.vocabulary import Vocabulary
 from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
@@ -90,7 +94,7 @@ def prepare(
         scratch: for "duckdb": a folder for temporary files, of about the size of the log; by
             default in ``out``.
         engine: "duckdb", the default, uses all cores of this machine. "nvtabular" runs on Dask,
-            and splits at random by a hash of a row's values.
+            and meets the shares of a random split by chance.
         workers: for "nvtabular": Dask processes of this machine; 0 for threads, or one per GPU.
             The calling script needs ``if __name__ == "__main__":``.
         scheduler: for "nvtabular": the address of a Dask scheduler that runs, in place of workers.
@@ -159,11 +163,6 @@ def prepare(
                 record |= _prepare_here(
                     spec, by_part, folder, Path(home), like, grow, seed, limit, part_rows, progress
                 )
-        for name in spec.ids:
-            field = record["report"]["fields"][name]
-            one = field["distinct"] == 1 and not field["missing"]
-            if one and spec.column_of(name) == name:  # a day has one weekday
-                field["note"] = "all training rows have the same id: leave the column out"
         record = write_record(folder, record)
     return PreparedData(out, spec, record)
 
@@ -205,33 +204,32 @@ def _prepare_here(
         contextlib.closing(duckdb.connect(config=options)) as database,
         ThreadPoolExecutor(threads) as executor,
     ):
-        scan, given, replaced = _scan(spec, by_part, scratch, executor, progress)
-        parts = split_rows(scan, database, scratch, given, seed)
-        fitted: dict[str, Fitted] = {}
+        scan, given, replaced = _scan(spec, by_part, scratch, database, executor, progress)
+        parts = split_rows(scan, given, seed)
+        reports, scales = dict[str, Report](), dict[str, Sequence[float]]()
         with progress_bar("columns", len(spec.fields), " columns", show=progress) as bar:
 
-            def fit(fields: tuple[str, ...]) -> dict[str, Fitted]:
+            def fit(fields: tuple[str, ...]) -> dict[str, Report]:
                 name = fields[0]
                 if name in spec.continuous:
                     fixed = like and like.ranges[name]
-                    return {name: fit_numbers(name, scan, database, scratch, fixed)}
-                return fit_ids(name, fields, scan, database, scratch, folder, like, grow)
+                    report, scales[name] = fit_numbers(name, scan, fixed)
+                    return {name: report}
+                return fit_ids(name, fields, scan, folder, like, grow)
 
             numbers = [(name,) for name in spec.continuous]
             for found in executor.map(fit, [*spec.vocabularies.values(), *numbers]):
-                fitted |= found
+                reports |= found
                 bar.update(len(found))
-        fields = {name: fitted[name].report for name in spec.fields}
-        encodes = {name: fitted[name].encodes for name in spec.fields}
-        vocabularies = {name: of for name, of in encodes.items() if isinstance(of, Vocabulary)}
-        scales = {name: of for name, of in encodes.items() if isinstance(of, Scale)}
+        fields = {name: reports[name] for name in spec.fields}
+        ranges = {name: [*scales[name]] for name in spec.continuous}
+        encoder = Encoder.open(folder / WORKFLOW, spec, ranges)
         write_parts(
             scan,
-            Encoder(spec, vocabularies, scales),
+            encoder,
             fields,
             parts.rows,
             folder,
-            scratch,
             seed=seed,
             memory=memory,
             part_rows=part_rows,
@@ -242,14 +240,13 @@ def _prepare_here(
     pa.default_memory_pool().release_unused()
     from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
 
-    ranges = {name: [*scales[name].values] for name in spec.continuous}
     save_fitted_workflow(spec, folder, ranges)
     for name in spec.continuous:
         fields[name]["not_finite"] = replaced[name]  # among the missing ones
     return {
         "rows": parts.rows,
         "boundaries": parts.boundaries,
-        "cardinalities": {name: vocabularies[name].cardinality for name in spec.ids},
+        "cardinalities": {n: of.cardinality for n, of in encoder.vocabularies.items()},
         "ranges": ranges,
         "report": {"rows": parts.rows, "positives": parts.positives, "fields": fields},
     }
@@ -259,6 +256,7 @@ def _scan(
     spec: DatasetSpec,
     by_part: Mapping[str, Sequence[Source]],
     scratch: Path,
+    database: duckdb.DuckDBPyConnection,
     executor: Executor,
     progress: bool,
 ) -> tuple[Scan, dict[str, int], Counter[str]]:
@@ -289,4 +287,4 @@ def _scan(
     if not rows:
         raise UserError(f"{sources[0].path} has no rows. Give a file with rows")
     part_of = np.memmap(scratch / "part_of", np.uint8, "w+", shape=(rows,))
-    return Scan(spec, pieces, part_of), given, replaced
+    return Scan(spec, scratch, database, pieces, part_of), given, replaced

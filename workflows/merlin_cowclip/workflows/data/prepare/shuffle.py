@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from merlin_cowclip.workflows.data.prepare.split import key_cuts, keys_of
 from merlin_cowclip.workflows.data.prepared_data import HELD_OUT, PARTS
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.vocabulary import MISSING, UNKNOWN
+from merlin_cowclip.workflows.folders import replacing
 from merlin_cowclip.workflows.progress import progress_bar
 
 PART_ROWS = 500_000
@@ -38,12 +39,10 @@ WRITE_SHARE = 4  # a file takes this share: it is copied, and ids become int64
 
 
 class PartJob(NamedTuple):
-    """One file of a part: its rows from ``start`` to ``stop``, in the order of the part."""
+    """One file of a part: its rows from ``start`` on, in the order of the part."""
 
-    part: str
     name: str  # in the folder of the parts
     start: int
-    stop: int
     group: int  # rows of a row group
 
 
@@ -55,7 +54,7 @@ def part_jobs(part: str, total: int, most: int) -> list[PartJob]:
     cuts = [total * i // files for i in range(files + 1)]
     group = max(1, min(ROW_GROUP_ROWS, -(-cuts[1] // 4)))  # several to a file
     return [
-        PartJob(part, f"{part}/part-{i:05d}.parquet", cuts[i], cuts[i + 1], group)
+        PartJob(f"{part}/part-{i:05d}.parquet", cuts[i], group)
         for i in range(files if total else 0)
     ]
 
@@ -78,7 +77,6 @@ def write_parts(
     reports: Reports,
     rows: dict[str, int],
     folder: Path,
-    scratch: Path,
     *,
     seed: int,
     memory: int,
@@ -104,22 +102,13 @@ def write_parts(
             columns = dict(zip(names, executor.map(encode, names), strict=True))
             for part in PARTS:
                 mine, keys = _rows_of(scan, part, pieces[0].start, pieces[-1].stop, seed)
-                order = np.argsort(keys, kind="stable")
-                chosen = pa.array(mine[order])
-                batch = pa.record_batch(
-                    [pa.array(keys[order]), *(column.take(chosen) for column in columns.values())],
-                    [_KEY, *columns],
-                )
-                ends = [0, *np.searchsorted(keys[order], cuts[part]), len(mine)]
-                runs[part].append(scratch / f"{number:06d}-{part}.run")
-                with pa.ipc.new_file(str(runs[part][-1]), batch.schema) as file:
-                    for start, stop in itertools.pairwise(ends):
-                        file.write(batch.slice(start, stop - start))
+                runs[part].append(scan.scratch / f"{number:06d}-{part}.run")
+                write_run(runs[part][-1], columns, mine, keys, cuts[part])
             bar.update(pieces[-1].stop - pieces[0].start)
     jobs = [(job, i, runs[part]) for part in PARTS for i, job in enumerate(files[part])]
     for part in PARTS:
         (folder / part).mkdir()
-    write = functools.partial(_write_file, spec=scan.spec, folder=folder)
+    write = functools.partial(write_file, spec=scan.spec, folder=folder)
     threads = max(1, memory // (WRITE_SHARE * row_bytes * part_rows))
     with (
         progress_bar("writing", scan.rows, show=progress) as bar,
@@ -127,6 +116,22 @@ def write_parts(
     ):
         for written in pool.map(write, *zip(*jobs, strict=True)):
             bar.update(written)
+
+
+def write_run(
+    path: Path, columns: Mapping[str, pa.Array], rows: np.ndarray, keys: np.ndarray, cuts: Any
+) -> None:
+    """Write ``rows`` of columns, sorted by their keys, in a batch for each file of the part."""
+    order = np.argsort(keys, kind="stable")
+    chosen = pa.array(rows[order])
+    batch = pa.record_batch(
+        [pa.array(keys[order]), *(column.take(chosen) for column in columns.values())],
+        [_KEY, *columns],
+    )
+    with pa.ipc.new_file(str(path), batch.schema) as file:
+        ends = [0, *np.searchsorted(keys[order], cuts), len(rows)]
+        for start, stop in itertools.pairwise(ends):
+            file.write(batch.slice(start, stop - start))
 
 
 def _rows_of(
@@ -169,13 +174,13 @@ def _encode(
             values = column
         for part in HELD_OUT:
             mine = values.to_numpy(zero_copy_only=False)[part_of == PARTS.index(part)]
-            for key, number in _counted(mine, encoder, name).items():
+            for key, number in counted(mine, encoder, name).items():
                 key = f"{part}_{key}"
                 reports[name][key] = reports[name].get(key, 0) + number
     return pa.concat_arrays(encoded)
 
 
-def _counted(values: np.ndarray, encoder: Encoder, name: str) -> dict[str, int]:
+def counted(values: np.ndarray, encoder: Encoder, name: str) -> dict[str, int]:
     """What a report says of ids, or of raw numbers, of a held-out part."""
     if scale := encoder.scales.get(name):
         missing, low, high = np.isnan(values), min(scale.values), max(scale.values)
@@ -189,10 +194,10 @@ def _counted(values: np.ndarray, encoder: Encoder, name: str) -> dict[str, int]:
     return {"occurrences": len(values)} | {key: int(of.sum()) for key, of in flags.items()}
 
 
-def _write_file(
+def write_file(
     job: PartJob, number: int, runs: Sequence[Path], spec: DatasetSpec, folder: Path
 ) -> int:
-    """Write file ``number`` of a part, whose rows are that batch of each run; returns its rows."""
+    """Write a file of a part, of batch ``number`` of each run, if it has rows; returns them."""
     batches = []
     for path in runs:
         with pa.OSFile(str(path)) as file:  # reads one batch; a mapped file would stay in memory
@@ -200,5 +205,7 @@ def _write_file(
     table = pa.Table.from_batches(batches)
     order = np.argsort(table[_KEY].to_numpy(), kind="stable")
     table = table.select(range(1, table.num_columns)).take(pa.array(order))
-    pq.write_table(table.cast(part_schema(spec)), folder / job.name, row_group_size=job.group)
+    if len(table):
+        with replacing(folder / job.name) as partial:
+            pq.write_table(table.cast(part_schema(spec)), partial, row_group_size=job.group)
     return len(table)

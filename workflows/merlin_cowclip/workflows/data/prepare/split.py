@@ -7,7 +7,6 @@ lowest keys; training rows are written in the order of theirs.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from merlin_cowclip.workflows.data.prepare.columns import (
 )
 from merlin_cowclip.workflows.data.prepared_data import HELD_OUT, PARTS, TITLES
 from merlin_cowclip.workflows.data.sources.base import TIME
+from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError
 
 _TOP = np.uint64(48)  # a key's lower bits, of which a histogram takes none
@@ -59,13 +59,7 @@ def key_cuts(keys: Callable[[], Iterator[np.ndarray]], ranks: Sequence[int]) -> 
     return held[first + ranks - (ends - counts)[bucket]]
 
 
-def split_rows(
-    scan: Scan,
-    database: duckdb.DuckDBPyConnection,
-    scratch: Path,
-    given: Mapping[str, int],
-    seed: int,
-) -> Parts:
+def split_rows(scan: Scan, given: Mapping[str, int], seed: int) -> Parts:
     """Set the part of each row.
 
     ``given`` has the numbers of rows of held-out parts whose files were given: the last of all
@@ -76,16 +70,12 @@ def split_rows(
     start = left = scan.rows - sum(given.values())
     divided = [piece for piece in scan.pieces if piece.stop <= start]
     cuts: dict[str, Any] = {}  # rows from there on are in the part, by time, row or key
-    times = scratch / "times.parquet"
     if split.kind == "time":
+        times = scan.scratch / "times.parquet"
         _count_times(scan, divided, times)
-    for part in reversed(HELD_OUT):
-        if part in given or not (share := getattr(split, part)):
-            continue
-        if split.kind == "time":
-            before = min(cuts.values(), default=None)
-            cuts[part] = _time_cut(database, times, share, before, split.column)
-        elif (rest := left - int(left * share + 0.5)) < left:
+        cuts = time_cuts(split, scan.database, times)
+    for part in reversed(HELD_OUT) if split.kind != "time" else ():
+        if part not in given and (rest := left - int(left * getattr(split, part) + 0.5)) < left:
             cuts[part] = left = rest
     if split.kind == "random" and cuts:
         found = key_cuts(
@@ -101,13 +91,10 @@ def split_rows(
             place = as_numbers(read_column(piece.path, TIME))
         elif split.kind == "random":
             place = keys_of(piece.start, piece.stop, seed)
-        part_of = np.zeros(len(labels), np.uint8)
+        part_of = parts_of(place, cuts)
         if piece.start >= start:  # of a part that was given
             held = piece.start - start < given.get("valid", 0)
             part_of[:] = PARTS.index("valid" if held else "test")
-        else:
-            for part in reversed(cuts):  # the rows of the test part are among the others', too
-                part_of[place >= cuts[part]] = PARTS.index(part)
         scan.part_of[piece.start : piece.stop] = part_of
         for number, part in enumerate(PARTS):
             mine = part_of == number
@@ -116,16 +103,21 @@ def split_rows(
             if split.kind == "time" and mine.any():
                 end = np.max if part == "train" else np.min
                 ends[part] = end([ends.get(part, place[mine][0]), end(place[mine])])
-    for part, total in parts.rows.items():
-        ones = parts.positives[part]
-        if not 0 < ones < total and (part == "train" or getattr(split, part)):
+    check_labels(spec, parts.rows, parts.positives)
+    parts.boundaries.update({part: time_text(ends[part]) for part in PARTS if part in ends})
+    return parts
+
+
+def check_labels(spec: DatasetSpec, rows: Mapping[str, int], positives: Mapping[str, int]) -> None:
+    """Raise UserError if a part that must have rows has not both labels."""
+    for part, total in rows.items():
+        ones = positives[part]
+        if not 0 < ones < total and (part == "train" or getattr(spec.split, part)):
             raise UserError(
                 f"the {TITLES[part]} part has {total - ones:,} rows with label 0 and {ones:,} with "
                 f"label 1, column {spec.label!r}. Both must occur: give more rows, or another seed "
                 "or split"
             )
-    parts.boundaries.update({part: time_text(ends[part]) for part in PARTS if part in ends})
-    return parts
 
 
 def as_numbers(times: pa.Array) -> np.ndarray:
@@ -135,45 +127,58 @@ def as_numbers(times: pa.Array) -> np.ndarray:
 
 def _count_times(scan: Scan, pieces: Sequence[Piece], file: Path) -> None:
     """Write the distinct times of each piece and their rows."""
-    with contextlib.ExitStack() as stack:
-        writer, kind = None, None
+    kinds = [read_column(piece.path, TIME).type for piece in pieces]
+    if len({*kinds}) > 1:
+        raise mixed_times(scan.spec)
+    number = pa.float64() if pa.float64() in kinds else pa.int64()
+    schema = pa.schema([("time", number), ("rows", pa.int64())])
+    with pq.ParquetWriter(file, schema) as writer:
         for piece in pieces:
-            times = read_column(piece.path, TIME)
-            if writer is None:
-                kind, number = times.type, pa.array(as_numbers(times)[:0]).type
-                schema = pa.schema([("time", number), ("rows", pa.int64())])
-                writer = stack.enter_context(pq.ParquetWriter(file, schema))
-            if times.type != kind:
-                raise mixed_times(scan.spec)
-            found = np.unique(as_numbers(times), return_counts=True)
+            found = np.unique(as_numbers(read_column(piece.path, TIME)), return_counts=True)
             writer.write_batch(pa.record_batch([*map(pa.array, found)], schema=schema))
 
 
-def _time_cut(
-    database: duckdb.DuckDBPyConnection, file: Path, share: float, before: Any, column: str | None
-) -> Any:
-    """The time from which on the rows before ``before`` come as near to the share as possible."""
-    found = database.execute(
-        """
-        with counts as (
-            select time, sum(rows) as rows from read_parquet($file)
-            where $before is null or time < $before group by time
-        ), later as (
-            select time, sum(rows) over (order by time desc) as rows, sum(rows) over () as total,
-                count(*) over () as times from counts
-        )
-        select total::bigint, times, time from later
-        order by rows = total, abs(rows - $share * total), time limit 1
-        """,
-        {"file": str(file), "share": share, "before": before},
-    ).fetchone()
-    total, distinct, cut = found or (0, 0, None)
-    if distinct < 2:
-        raise UserError(
-            f"all {total:,} rows to divide have the same time, column {column!r}. Choose another "
-            "column or split, or a share of 0"
-        )
-    return cut
+def time_cuts(split: Split, database: duckdb.DuckDBPyConnection, file: Path) -> dict[str, Any]:
+    """The times from which on rows are in the test part, and the validation part.
+
+    ``file`` has ``time`` and ``rows``. Parts come as near to their shares as possible. Raises
+    UserError if no time divides the rows.
+    """
+    cuts: dict[str, Any] = {}
+    for part in reversed(HELD_OUT):
+        share = getattr(split, part)
+        if isinstance(share, tuple) or not share:
+            continue
+        before = min(cuts.values(), default=None)
+        found = database.execute(
+            """
+            with counts as (
+                select time, sum(rows) as rows from read_parquet($file)
+                where $before is null or time < $before group by time
+            ), later as (
+                select time, sum(rows) over (order by time desc) as rows,
+                    sum(rows) over () as total, count(*) over () as times from counts
+            )
+            select total::bigint, times, time from later
+            order by rows = total, abs(rows - $share * total), time limit 1
+            """,
+            {"file": str(file), "share": share, "before": before},
+        ).fetchone()
+        total, distinct, cuts[part] = found or (0, 0, None)
+        if distinct < 2:
+            raise UserError(
+                f"all {total:,} rows to divide have the same time, column {split.column!r}. Choose "
+                "another column or split, or a share of 0"
+            )
+    return cuts
+
+
+def parts_of(places: np.ndarray, cuts: Mapping[str, Any]) -> np.ndarray:
+    """(n,) uint8, the parts of rows by ``cuts`` of their times, rows or keys: test, then valid."""
+    parts = np.zeros(len(places), np.uint8)
+    for part in reversed([*cuts]):  # the rows of the test part are among the others', too
+        parts[places >= cuts[part]] = PARTS.index(part)
+    return parts
 
 
 def time_text(time: Any) -> str:

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -155,144 +155,161 @@ class Source(abc.ABC):
 
     def _cast(self, batch: pa.RecordBatch, fail: Fail, replaced: Counter[str]) -> pa.RecordBatch:
         """The columns `wanted` of a batch in our types; ``fail`` raises the error of a row."""
-        spec, columns = self.spec, {}
-        for field, name in self._sources.items():
-            if name in batch.schema.names:
-                column = batch.column(name)
+        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+        for name in {*self.wanted} - {*columns}:
+            text = pa.scalar(self.folder_columns[name], pa.string())
+            columns[name] = pa.repeat(text, batch.num_rows)
+        if self.spec.format == "parquet":
+            columns = {name: decoded(column) for name, column in columns.items()}
+        return typed(self.spec, self._sources, columns, fail, replaced, f"of {self.path}")
+
+
+def typed(
+    spec: DatasetSpec,
+    sources: Mapping[str, str],
+    columns: Mapping[str, pa.Array],
+    fail: Fail,
+    replaced: Counter[str],
+    where: str,
+) -> pa.RecordBatch:
+    """Raw columns in our types: what each of ``sources`` is made of.
+
+    Raises UserError for a type that cannot be read, ``where`` it is; ``fail`` raises that of a row.
+    """
+    found = {}
+    for field, name in sources.items():
+        column = columns[name]
+        try:
+            if field == spec.label:
+                found[field] = _labels(column, spec, fail)
+            elif field in spec.continuous:
+                found[field] = _numbers(column, name, spec, fail, replaced)
+            elif field.startswith(RAW_TIME):
+                found[field] = column.cast(pa.string())
+            elif field == TIME:
+                found[field] = times_of(column, name, spec, fail, may_be_missing=False)
+            elif field in TIME_FIELDS and getattr(spec, field):
+                found[field] = time_field(field, column, spec, fail)
             else:
-                text = pa.scalar(self.folder_columns[name], pa.string())
-                column = pa.repeat(text, batch.num_rows)
-            if spec.format == "parquet" and pa.types.is_dictionary(column.type):
-                column = column.dictionary_decode()
-            try:
-                if field == spec.label:
-                    columns[field] = self._labels(column, fail)
-                elif field in spec.continuous:
-                    columns[field] = self._numbers(column, name, fail, replaced)
-                elif field.startswith(RAW_TIME):
-                    columns[field] = column.cast(pa.string())
-                elif field == TIME:
-                    columns[field] = self._times(column, name, fail)
-                elif field in TIME_FIELDS and getattr(spec, field):
-                    self._times(column, name, fail, may_be_missing=True)
-                    columns[field] = time_field(field, column, spec)
-                else:
-                    columns[field] = self._ids(column, field, fail)
-            except (pa.ArrowException, ValueError) as error:
-                raise UserError(
-                    f"cannot read column {name!r} of {self.path}: {clipped(str(error))}. Change "
-                    "its role in the specification, or its type in the file"
-                ) from None
-        return pa.RecordBatch.from_pydict(columns)
+                found[field] = _ids(column, field, spec, fail)
+        except (pa.ArrowException, ValueError) as error:
+            raise UserError(
+                f"cannot read column {name!r} {where}: {clipped(str(error))}. Change its type, or "
+                "its role in the specification"
+            ) from None
+    return pa.RecordBatch.from_pydict(found)
 
-    def _labels(self, column: pa.Array, fail: Fail) -> pa.Array:
-        values, above = self.spec.label_values, self.spec.label_above
-        if above is not None:
-            labels = pc.greater(column.cast(pa.float64(), safe=False), above).cast(pa.int8())
-        elif values is None:
-            labels = column.cast(pa.float64(), safe=False)
-        else:
-            labels = pc.index_in(column.cast(pa.string()), value_set=pa.array(values))
-        row = pc.index(pc.is_in(labels, pa.array([0, 1], labels.type)), False).as_py()
+
+def decoded(column: pa.Array) -> pa.Array:
+    """A column without a dictionary."""
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+
+
+def _labels(column: pa.Array, spec: DatasetSpec, fail: Fail) -> pa.Array:
+    values, above = spec.label_values, spec.label_above
+    if above is not None:
+        labels = pc.greater(column.cast(pa.float64(), safe=False), above).cast(pa.int8())
+    elif values is None:
+        labels = column.cast(pa.float64(), safe=False)
+    else:
+        labels = pc.index_in(column.cast(pa.string()), value_set=pa.array(values))
+    row = pc.index(pc.is_in(labels, pa.array([0, 1], labels.type)), False).as_py()
+    if row >= 0:
+        found = column.slice(row, 1).cast(pa.string())[0].as_py()
+        wanted = " or ".join(map(repr, values or "01")) if above is None else "a number"
+        fail(
+            row,
+            spec.column_of(spec.label),
+            f"the label is {repr(found) if found else 'missing'} instead of {wanted}. Correct the "
+            "row or remove it, or set label_values in the specification",
+        )
+    return labels.cast(pa.int8())
+
+
+def _numbers(
+    column: pa.Array, name: str, spec: DatasetSpec, fail: Fail, replaced: Counter[str]
+) -> pa.Array:
+    if is_text(column.type):
+        column = with_nulls(column, spec.null_values)
+    numbers = column.cast(pa.float64(), safe=False)  # large integers round
+    finite = pc.is_finite(numbers)  # null for a missing one
+    row = pc.index(finite, False).as_py()
+    if row < 0:
+        return numbers
+    if spec.non_finite == "refuse":
+        fail(
+            row,
+            name,
+            f"the number is {numbers[row].as_py()}. Correct it or leave it empty; non_finite = "
+            "'missing' treats inf and NaN as missing",
+        )
+    replaced[name] += pc.sum(pc.invert(finite)).as_py()
+    return pc.if_else(finite, numbers, None)
+
+
+def _ids(column: pa.Array, name: str, spec: DatasetSpec, fail: Fail) -> pa.Array:
+    if column.type == ID_TYPE:  # of a CSV file, with its nulls
+        return column
+    is_list, separator = name in spec.lists, spec.list_separator
+    if is_list and is_text(column.type):
+        # As pandas writes lists. An id such as "[deleted]" is text.
+        list_text = rf"^\[([^\[\]]*[,\x{ord(separator):02x}][^\[\]]*)?\]$"
+        row = pc.index(pc.match_substring_regex(column, list_text), True).as_py()
         if row >= 0:
-            found = column.slice(row, 1).cast(pa.string())[0].as_py()
-            wanted = " or ".join(map(repr, values or "01")) if above is None else "a number"
             fail(
                 row,
-                self.spec.column_of(self.spec.label),
-                f"the label is {repr(found) if found else 'missing'} instead of {wanted}. Correct "
-                "the row or remove it, or set label_values in the specification",
+                spec.column_of(name),
+                f"the list {clipped(repr(column[row].as_py()))} is in brackets. Write only its "
+                f"ids, with list_separator {separator!r} between them",
             )
-        return labels.cast(pa.int8())
-
-    def _numbers(self, column: pa.Array, name: str, fail: Fail, replaced: Counter[str]) -> pa.Array:
-        if is_text(column.type):
-            column = with_nulls(column, self.spec.null_values)
-        numbers = column.cast(pa.float64(), safe=False)  # large integers round
-        finite = pc.is_finite(numbers)  # null for a missing one
-        row = pc.index(finite, False).as_py()
-        if row < 0:
-            return numbers
-        if self.spec.non_finite == "refuse":
-            fail(
-                row,
-                name,
-                f"the number is {numbers[row].as_py()}. Correct it or leave it empty; non_finite = "
-                "'missing' treats inf and NaN as missing",
-            )
-        replaced[name] += pc.sum(pc.invert(finite)).as_py()
-        return pc.if_else(finite, numbers, None)
-
-    def _ids(self, column: pa.Array, name: str, fail: Fail) -> pa.Array:
-        if column.type == ID_TYPE:  # of a CSV file, with its nulls
-            return column
-        is_list, separator = name in self.spec.lists, self.spec.list_separator
-        if is_list and self.spec.format == "csv":
-            # As pandas writes lists. An id such as "[deleted]" is text.
-            list_text = rf"^\[([^\[\]]*[,\x{ord(separator):02x}][^\[\]]*)?\]$"
-            row = pc.index(pc.match_substring_regex(column, list_text), True).as_py()
-            if row >= 0:
-                found = clipped(repr(column[row].as_py()))
-                fail(
-                    row,
-                    self.spec.column_of(name),
-                    f"the list {found} is in brackets. Write only its ids, with list_separator "
-                    f"{separator!r} between them",
-                )
-            column = pc.split_pattern(column, separator)
-        texts = ids_as_text(column, is_list, self.spec.null_values)
-        return texts if is_list else texts.dictionary_encode()
-
-    def _times(
-        self, column: pa.Array, name: str, fail: Fail, may_be_missing: bool = False
-    ) -> pa.Array:
-        """Times as float64, if they are numbers, or as timestamps in UTC."""
-        times = times_of(column, self.spec)
-        unread = _unread(column, times, self.spec)
-        row = pc.index(unread if may_be_missing else times.is_null(), True).as_py()
-        if row >= 0:
-            missing = "the time is missing. Correct the row"
-            what = f"{_no_time(column[row].as_py(), self.spec)}, or correct the row"
-            fail(row, name, what if unread[row].as_py() else missing)
-        return times
+        column = pc.split_pattern(with_nulls(column, spec.null_values), separator)
+    texts = ids_as_text(column, is_list, spec.null_values)
+    return texts if is_list else texts.dictionary_encode()
 
 
-def times_of(column: pa.Array, spec: DatasetSpec) -> pa.Array:
-    """Times as float64, if they are numbers, or as timestamps in UTC; null where it is none."""
-    layout = spec.split.time_format
+def without_place(row: int, name: str, what: str) -> NoReturn:
+    """Raise the error of a row that has no place in a file."""
+    raise UserError(f"column {name!r}: {what}")
+
+
+def times_of(
+    column: pa.Array, name: str, spec: DatasetSpec, fail: Fail, may_be_missing: bool
+) -> pa.Array:
+    """Times as float64, if they are numbers, or as timestamps in UTC; null for missing ones."""
+    layout, missing = spec.split.time_format, column.is_null()
     if pa.types.is_temporal(column.type):
-        return column.cast(pa.timestamp("us"), safe=False).cast(UTC)
-    if pa.types.is_dictionary(column.type) or is_text(column.type):
+        times = column.cast(pa.timestamp("us"), safe=False).cast(UTC)
+    elif pa.types.is_dictionary(column.type) or is_text(column.type):
         texts = with_nulls(column.cast(pa.string()), spec.null_values).dictionary_encode()
-        return parsed_times(texts.dictionary.to_pandas(), layout).take(texts.indices)
-    if layout:  # 01092024 as an integer may be 1 or 10 September
+        times = parsed_times(texts.dictionary.to_pandas(), layout).take(texts.indices)
+        missing = texts.is_null()
+    elif layout:  # 01092024 as an integer may be 1 or 10 September
         raise ValueError(f"it is {column.type}, not text in the time_format {layout!r}")
-    numbers = column.cast(pa.float64(), safe=False)
-    return pc.if_else(pc.is_finite(numbers), numbers, None)
+    else:
+        numbers = column.cast(pa.float64(), safe=False)
+        times = pc.if_else(pc.is_finite(numbers), numbers, None)
+    unread = pc.and_(times.is_null(), pc.invert(missing))
+    if (row := pc.index(unread, True).as_py()) >= 0:
+        form = f"in time_format {layout!r}" if layout else "a number, a timestamp or ISO 8601"
+        fail(
+            row,
+            name,
+            f"the time {column[row].as_py()!r} is not {form}. Set time_format in [split] "
+            "(--time-format), or correct the row",
+        )
+    if not may_be_missing and (row := pc.index(missing, True).as_py()) >= 0:
+        fail(row, name, "the time is missing. Correct the row")
+    return times
 
 
-def _unread(column: pa.Array, times: pa.Array, spec: DatasetSpec) -> pa.Array:
-    """Whether a value that is not missing was not read as a time, n bool."""
-    missing = column.is_null()
-    if pa.types.is_dictionary(column.type) or is_text(column.type):
-        missing = with_nulls(column.cast(pa.string()), spec.null_values).is_null()
-    return pc.and_(times.is_null(), pc.invert(missing))
-
-
-def _no_time(found: Any, spec: DatasetSpec) -> str:
-    layout = spec.split.time_format
-    form = f"in time_format {layout!r}" if layout else "a number, a timestamp or ISO 8601"
-    return f"the time {found!r} is not {form}. Set time_format in [split] (--time-format)"
-
-
-def time_field(field: str, column: pa.Array, spec: DatasetSpec) -> pa.Array:
+def time_field(
+    field: str, column: pa.Array, spec: DatasetSpec, fail: Fail = without_place
+) -> pa.Array:
     """The ids of the field ``hour`` or ``weekday`` of n times, null for missing ones.
 
-    Raises UserError for what is no time.
+    ``fail`` raises the error of what is no time.
     """
-    times = times_of(column, spec)
-    if (row := pc.index(_unread(column, times, spec), True).as_py()) >= 0:
-        raise UserError(f"column {spec.column_of(field)!r}: {_no_time(column[row].as_py(), spec)}")
+    times = times_of(column, spec.column_of(field), spec, fail, may_be_missing=True)
     if pa.types.is_floating(times.type):
         micros = pc.floor(pc.multiply(times, 1e6))
         times = micros.cast(pa.int64(), safe=False).cast(UTC)
