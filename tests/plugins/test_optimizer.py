@@ -461,7 +461,7 @@ def test_keras_callbacks_scale_all_three_parts():
         ("clipnorm", 1.0, r"has no clipnorm. Received: clipnorm=1.0. Use hyperparameters.clip"),
         ("weight_decay", 0.1, "has no weight_decay.*hyperparameters.l2"),
         ("decay", 0.1, "has no decay.*dense_schedule"),
-        ("use_ema", True, "has no use_ema. Received: use_ema=True. Keep a moving average"),
+        ("use_ema", True, "has no use_ema. Received: use_ema=True. Give CowClipOptimizer.for_mod"),
         ("beta_1", 0.5, "has no beta_1.*three parts"),
         ("l2", 0.5, "has no l2.*three parts"),
         ("clip_ratio", 0.5, "has no clip_ratio.*three parts"),

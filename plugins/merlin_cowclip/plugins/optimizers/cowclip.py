@@ -616,7 +616,7 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
                 rule = f"clip {part.clip}" if any(clipped) else "no clip"
                 if any(clipped) and not all(clipped):
                     rule += f" ({sum(clipped)} of {len(clipped)} fields)"
-                rule += f", {part.update}"
+                rule += f", {part.update}" + ("" if self.base == "adam" else f", {self.base}")
             lines.append(Owned(variable, part, rule, l2))
         return lines
 
@@ -667,7 +667,9 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
 
     def summary(self) -> str:
         """A table of all trainable variables: rows, width, initial σ, rule, learning rate, L2."""
-        return summary_of(self.owned(), self.table_specs, float(self._factor()))
+        table = summary_of(self.owned(), self.table_specs, float(self._factor()))
+        parts = f"\n{self.accumulate} micro-batches" if self.accumulate > 1 else ""
+        return table + parts + ("" if self.ema is None else f"\naveraged weights, ema {self.ema:g}")
 
     # Keras's, not that of MultiOptimizer's first pair, which may own no variable: the number of
     # updates, skipped ones of loss scaling too. Each part counts its own.
