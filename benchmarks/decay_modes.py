@@ -35,7 +35,7 @@ from scipy.stats import qmc
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.optimizers import cowclip
-from merlin_cowclip.plugins.optimizers.cowclip import TablePart
+from merlin_cowclip.plugins.optimizers.cowclip import AdamPart
 from merlin_cowclip.workflows import PreparedData, TrainConfig
 from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.training.builder import dummy_batch, network, set_seeds
@@ -51,7 +51,7 @@ SEEDS = (101, 102, 103)  # of the best trial
 Found = dict[str, Any]
 
 
-class Decoupled(TablePart):
+class Decoupled(AdamPart):
     """AdamW on every row of a table; `l2` must be 0."""
 
     strength: ClassVar[float] = 0.0  # λ
@@ -62,7 +62,7 @@ class Decoupled(TablePart):
             return super()._resource_apply_dense(grad, var, apply_state)
 
 
-class OnTouch(TablePart):
+class OnTouch(AdamPart):
     """Lazy Adam; a row in the batch gets the decay of all steps since it was last in one."""
 
     strength: ClassVar[float] = 0.0  # λ
@@ -73,7 +73,7 @@ class OnTouch(TablePart):
             self.add_slot(variable, "total", shape=[])  # Σ log(1 - η_t·λ) of all steps
             self.add_slot(variable, "applied", shape=[variable.shape[0], 1])  # of each row
 
-    def _resource_apply_sparse(self, grad: Any, var: tf.Variable, indices: tf.Tensor) -> Any:
+    def _apply_rows(self, grad: Any, var: tf.Variable, indices: tf.Tensor) -> Any:
         total, applied = self.get_slot(var, "total"), self.get_slot(var, "applied")
         now = total.assign_add(tf.math.log1p(-self._decayed_lr(var.dtype) * self.strength))
         kept = tf.exp(now - tf.gather(applied, indices))
@@ -81,10 +81,10 @@ class OnTouch(TablePart):
         decayed = write(var, indices, kept * tf.gather(var, indices))
         marked = write(applied, indices, tf.fill([tf.size(indices), 1], now))
         with tf.control_dependencies([decayed, marked]):
-            return super()._resource_apply_sparse(grad, var, indices)
+            return super()._apply_rows(grad, var, indices)
 
 
-PARTS: dict[str, type[TablePart]] = {"decoupled": Decoupled, "on touch": OnTouch}
+PARTS: dict[str, type[AdamPart]] = {"decoupled": Decoupled, "on touch": OnTouch}
 
 
 def draws(search: int) -> tuple[np.ndarray, np.ndarray]:
@@ -115,9 +115,9 @@ class Study:
         falling = partial(tf.keras.optimizers.schedules.PolynomialDecay, end_learning_rate=0.0)
         dense, embedding = (falling(self.values[n], epochs * self.steps) for n in RATES)
         self.schema, self.model = data.schema, network(self.config, data.schema)
-        part = PARTS.get(mode, TablePart)
+        part = PARTS.get(mode, AdamPart)
         kind = type(part.__name__, (part,), {"strength": self.values["strength"]})
-        with mock.patch.object(cowclip, "TablePart", kind):
+        with mock.patch.object(cowclip, "BASES", {"adam": kind}):
             self.optimizer = cowclip.CowClipOptimizer.for_model(
                 self.model,
                 self.config.hyperparameters.replace(l2=0.0),

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from benchmarks.decay_modes import Decoupled, OnTouch
 
-from merlin_cowclip.plugins.optimizers import reference
+from tests.plugins import reference
 
 RATE, STRENGTH = 0.05, 2.0
 
