@@ -5,6 +5,8 @@ Three modes, each on the same draws of learning rates and of its own strength of
 - coupled: `update="exact"`. The gradient of every row has 2λ·w, and goes through the clip and Adam.
 - decoupled: AdamW. Every row becomes w · (1 - η_t·λ) in each step; absent rows have the gradient 0.
 - on touch: lazy Adam. A row of the batch gets the decay of all steps since it was last in one.
+- averaged: as coupled, with constant learning rates, and averages of the weights. All other modes
+  let them decay to 0.
 
     python benchmarks/decay_modes.py run RECORD NAME DATA    # for each data set
     python benchmarks/decay_modes.py table RECORD
@@ -43,9 +45,13 @@ from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, Predi
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.train import check_trainable
 
-MODES = ("coupled", "decoupled", "on touch")
+MODES = ("coupled", "decoupled", "on touch", "averaged")
 RATES = {"dense_lr": (2e-3, 3e-2), "embedding_lr": (1e-3, 6e-2)}
-STRENGTHS = {"coupled": (1e-6, 1e-2), "decoupled": (1.8e-3, 18.0), "on touch": (1.8e-3, 18.0)}
+STRENGTHS = {
+    **dict.fromkeys(("coupled", "averaged"), (1e-6, 1e-2)),
+    **dict.fromkeys(("decoupled", "on touch"), (1.8e-3, 18.0)),
+}
+EMA = 0.98  # of "averaged": over 50 of the 120 steps
 FIRST, CLOSER, WIDTH = 8, 4, 0.3  # trials; the width of the second box in shares of the first
 SEEDS = (101, 102, 103)  # of the best trial
 Found = dict[str, Any]
@@ -112,8 +118,12 @@ class Study:
         self.train_part = partial(check_trainable, data)
         self.steps = len(self.train_part(self.config))
         self.values = {name: tf.Variable(1.0, trainable=False) for name in (*RATES, "strength")}
-        falling = partial(tf.keras.optimizers.schedules.PolynomialDecay, end_learning_rate=0.0)
-        dense, embedding = (falling(self.values[n], epochs * self.steps) for n in RATES)
+        to_zero = tf.keras.optimizers.schedules.PolynomialDecay
+        power = 0.0 if mode == "averaged" else 1.0  # 0: constant
+        dense, embedding = (
+            to_zero(self.values[n], epochs * self.steps, end_learning_rate=0.0, power=power)
+            for n in RATES
+        )
         self.schema, self.model = data.schema, network(self.config, data.schema)
         part = PARTS.get(mode, AdamPart)
         kind = type(part.__name__, (part,), {"strength": self.values["strength"]})
@@ -122,6 +132,7 @@ class Study:
                 self.model,
                 self.config.hyperparameters.replace(l2=0.0),
                 update="lazy" if mode == "on touch" else "exact",
+                ema=EMA if mode == "averaged" else None,
                 steps_per_epoch=data.rows["train"] // batch_size,
                 dense_schedule=dense,
                 embedding_schedule=embedding,
@@ -145,13 +156,14 @@ class Study:
         for name, value in {**tried, "strength": per_step}.items():
             self.values[name].assign(value)
         for one in self.optimizer.optimizers[:2]:
-            one.l2 = tried["strength"] if self.mode == "coupled" else 0.0
+            one.l2 = tried["strength"] if self.mode in ("coupled", "averaged") else 0.0
         loader = self.train_part(dataclasses.replace(self.config, seed=seed))
         batches = iter(loader.dataset(epochs=None))
         for _ in range(self.epochs * self.steps):
             self.step(batches)
         try:
-            return float(self.predictor.quality(self.parts[part]).auc)
+            with self.optimizer.averages():
+                return float(self.predictor.quality(self.parts[part]).auc)
         except NotFiniteError:
             return 0.0
 

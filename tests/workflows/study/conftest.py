@@ -80,7 +80,7 @@ def auc_of(config, epoch: int) -> float:
     return 0.9 - 0.02 * far - 0.01 * abs(epoch - 3) + 1e-5 * (config.seed % 10)
 
 
-RATES = ("dense_lr", "embedding_lr", "l2")  # two trials differ in one of them
+RATES = ("dense_lr", "embedding_lr", "l2", "ema")  # two trials differ in one of them
 
 
 class Fake:

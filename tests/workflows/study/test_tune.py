@@ -46,7 +46,7 @@ def test_rules_then_the_portfolio_then_tpe(data, config, tmp_path, fake):
     trials = tuned.result["trials"]
     assert [trial["number"] for trial in trials] == [*range(1, 41)]
     origins = [trial["origin"] for trial in trials]
-    steps = [origin for origin in origins if "×" in origin]
+    steps = [origin for origin in origins if "×" in origin or origin == "averaged weights"]
     queue = [origin for origin in origins if origin != "TPE" and origin not in steps]
     assert origins == [*queue, *steps, *["TPE"] * (40 - len(queue) - len(steps))]
     assert len(steps) <= tuning.STEPS
@@ -56,7 +56,7 @@ def test_rules_then_the_portfolio_then_tpe(data, config, tmp_path, fake):
     assert sorted(rules) == sorted(SCALING_RULES)
     proposed = [trial["params"] for trial in trials if trial["origin"] == "TPE"]
     assert len(proposed) >= 14
-    for name in ("clip", "update", "decay", "epochs", *RANGES):
+    for name in ("clip", "update", "decay", "average", "epochs", *RANGES):
         assert len({params.get(name) for params in proposed}) > 1
     aucs = {origin: max(t["auc"] for t in trials if t["origin"] == origin) for origin in origins}
     assert max(aucs[one] for one in (*steps, "TPE")) == max(aucs.values())
@@ -68,9 +68,9 @@ def test_steps_from_the_best_trial(data, plain, tmp_path, fake):
     best = min(trials[:7], key=lambda trial: trial["params"]["l2"])["params"]
     steps = [(trial["origin"], trial["params"]) for trial in trials[7:]]
     assert steps == [
+        ("averaged weights", {**best, "decay": False, "average": True}),
         ("l2 × 2", {**best, "l2": 2 * best["l2"]}),
         ("l2 × 0.5", {**best, "l2": best["l2"] / 2}),
-        ("l2 × 0.5", {**best, "l2": best["l2"] / 4}),  # from the new best one
     ]
 
 

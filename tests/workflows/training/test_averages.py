@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -15,7 +17,14 @@ from merlin_cowclip.workflows.training.trainer import Trainer
 from tests.runs_alike import differences
 
 pytestmark = pytest.mark.usefixtures("graphs_as_traced")
-SMALL = {"model": "lr", "batch_size": 256, "epochs": 2, "rule": "none", "update": "lazy"}
+SMALL = {
+    "model": "lr",
+    "batch_size": 256,
+    "base_batch_size": 256,
+    "epochs": 2,
+    "rule": "none",
+    "update": "lazy",
+}
 
 
 def test_a_run_is_measured_and_used_with_its_averages(data, tmp_path, monkeypatch):
@@ -57,6 +66,16 @@ def test_a_run_with_averages_resumes_to_the_bit(data, tmp_path, monkeypatch):
     monkeypatch.undo()
     resume(tmp_path / "run", progress=False)
     assert differences(tmp_path / "run", reference.path) == []
+
+
+def test_the_average_is_over_the_same_samples_at_another_batch_size():
+    base = TrainConfig(**SMALL, ema=0.9)
+    config = dataclasses.replace(base, batch_size=1024, rule="sqrt")
+    assert config.scaled_ema == pytest.approx(0.9**4)
+    same = dataclasses.replace(config, base_batch_size=1024, rule="none", ema=0.9**4)
+    other = dataclasses.replace(config, ema=0.8)
+    assert same.scaled_ema == config.scaled_ema
+    assert config.identity != other.identity
 
 
 @pytest.mark.parametrize("wrong", [{"ema": 1.0}, {"ema": 0.9, "update": "deferred"}])

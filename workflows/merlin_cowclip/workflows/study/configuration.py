@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ CHOICES: Mapping[str, tuple[Any, Any]] = {
     "clip": ("none", "adaptive_column"),
     "update": ("exact", "lazy"),
     "decay": (False, True),
+    "average": (False, True),  # of the weights, over about an epoch
 }
 RANGES: Mapping[str, tuple[float, float]] = {
     "dense_lr": (1e-4, 3e-2),
@@ -43,6 +45,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
 _MOST_STEPS = 133  # in an epoch of the data where the portfolio was found
 _MAY_BE_ZERO = ("l2", "clip_floor")  # which a parameter below the range means
 _OF_CLIP = ("clip_ratio", "clip_floor")
+AVERAGED = "averaged weights"  # the origin of a step from the best trial
 _STEPS = [(name, by) for name in ("l2", "embedding_lr", "dense_lr") for by in (2.0, 0.5)]
 
 Params = dict[str, Any]
@@ -120,7 +123,9 @@ class TuneConfig:
         return [(json.loads(params), ", ".join(names)) for params, names in origins.items()]
 
     def steps_from(self, best: Params) -> Iterator[tuple[Params, str]]:
-        """The steps of a pattern search (Hooke and Jeeves 1961) in the ranges."""
+        """Averages in place of decay; steps of a pattern search (Hooke and Jeeves 1961)."""
+        if best["decay"] and not best["average"]:
+            yield {**best, "decay": False, "average": True}, AVERAGED
         for name, factor in _STEPS:
             if self.ranges[name][0] <= factor * best[name] <= self.ranges[name][1]:
                 yield {**best, name: factor * best[name]}, f"{name} × {factor:g}"
@@ -157,6 +162,9 @@ class TuneConfig:
             if name in values and values[name] < self.ranges[name][0]:
                 values[name] = 0.0
         own = {**self._shared(), **values, "epochs": epochs or params["epochs"]}
+        if params["average"]:
+            rows = self.rows or _MOST_STEPS * self.batch_size
+            own["ema"] = 1 - 1 / math.ceil(rows / self.batch_size)
         if params["decay"]:
             end = None if own["epochs"] == params["epochs"] else float(params["epochs"])
             own["dense_schedule"] = own["embedding_schedule"] = {**TO_ZERO, "epochs": end}
@@ -171,6 +179,7 @@ def _values(config: TrainConfig) -> dict[str, Any]:
     """All that is searched, by name, checked."""
     hp = config.hyperparameters.to_dict()
     values = {**hp, "clip": config.clip, "update": config.update, "epochs": config.epochs}
+    values["average"] = config.ema is not None
     for name, choices in CHOICES.items():
         if values[name] not in choices:
             known = ", ".join(map(str, choices))

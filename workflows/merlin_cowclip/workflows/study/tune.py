@@ -35,7 +35,7 @@ from merlin_cowclip.workflows.folders import (
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study import tuned
-from merlin_cowclip.workflows.study.configuration import TuneConfig
+from merlin_cowclip.workflows.study.configuration import AVERAGED, TuneConfig
 from merlin_cowclip.workflows.training.configuration import LARGEST_SEED, TrainConfig, few_steps
 from merlin_cowclip.workflows.training.stopping import Stopping
 
@@ -243,7 +243,8 @@ class _Tuning:
         failed = TrialState.FAIL  # interrupted: tried again
         known = [t.system_attrs.get("fixed_params", t.params) for t in trials if t.state != failed]
         best = max(ended, key=lambda one: one["auc"] or 0, default=None)
-        taken = sum("×" in t.user_attrs.get("origin", "") for t in trials)
+        origins = [t.user_attrs.get("origin", "") for t in trials]
+        taken = sum("×" in origin or origin == AVERAGED for origin in origins)
         steps = self.config.steps_from(best["params"]) if best and taken < STEPS else ()
         for params, origin in (*self.config.queue, *steps):
             if params not in known and not is_waiting:

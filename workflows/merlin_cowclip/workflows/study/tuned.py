@@ -18,7 +18,7 @@ from merlin_cowclip.workflows.study.configuration import CHOICES, RANGES
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import columns_of
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 RECORD = "tune.json"  # what is tuned; a folder without it is no tuning study
 TUNED = "tuned.json"
 RESULT = "result.json"  # written last

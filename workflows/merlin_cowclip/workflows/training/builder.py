@@ -74,7 +74,7 @@ def compile_model(
         config.hyperparameters,
         update=config.update,
         accumulate=math.ceil(share / (config.micro_batch or share)),
-        ema=config.ema,
+        ema=config.scaled_ema,
         steps_per_epoch=updates,
         clip_tables=config.clip_tables,
         **schedules,

@@ -314,12 +314,6 @@ class TrainConfig:
         kind="size",
         shown="the whole batch",
     )
-    ema: float | None = _run(
-        "measure and use a moving average of the weights, of this decay per update, such as 0.99",
-        kind="number",
-        metavar="DECAY",
-        shown="the weights themselves",
-    )
     base_batch_size: int = _value("batch size that these values were tuned at", 1024, kind="size")
     dense_lr: float | None = _value(
         "learning rate of the dense layers",
@@ -346,6 +340,12 @@ class TrainConfig:
         "epochs in which the dense learning rate rises from 0",
         kind="number",
         shown=f"1 with rule {_OURS}, else 0",
+    )
+    ema: float | None = _value(
+        "measure and use a moving average of the weights, of this decay per update, such as 0.99",
+        kind="number",
+        metavar="DECAY",
+        shown="the weights themselves",
     )
     dense_schedule: str | Mapping[str, Any] | None = _schedule(
         f"how the dense learning rate falls: {', '.join((CONSTANT, *SCHEDULES))}, as in "
@@ -440,6 +440,15 @@ class TrainConfig:
         return scaled if scaled.decay == self._decays else scaled.replace(decay=self._decays)
 
     @property
+    def scaled_ema(self) -> float | None:
+        """The decay of averages per update of `batch_size`: the same per sample.
+
+        Busbridge et al. 2023, arXiv 2307.13813, Definition 1.2.
+        """
+        s = self.batch_size / self.base_batch_size
+        return None if self.ema is None else self.ema**s
+
+    @property
     def _decays(self) -> bool:
         return self.dense_schedule == self.embedding_schedule == TO_ZERO
 
@@ -467,6 +476,7 @@ class TrainConfig:
         they come: where two rules agree, at the base batch size, they are one run.
         """
         meant = {"format": _IDENTITY_FORMAT, **self.to_dict(), **self.hyperparameters.to_dict()}
+        meant["ema"] = self.scaled_ema
         unused = {"rule", "base_batch_size", "decay"}  # which the schedules are
         unused |= set() if self.clip in ADAPTIVE_CLIPS else {"clip_ratio", "clip_floor"}
         unused |= {"precision"} if self.precision == PRECISIONS[0] else set()

@@ -159,7 +159,7 @@ def check_warm_start(
     schedules = [one.dense_schedule or one.embedding_schedule for one in (config, was)]
     same = config.update == was.update and bool(config.warmup_epochs) == bool(was.warmup_epochs)
     # The state has the loss scale, and the averages.
-    same = same and (config.precision, config.ema) == (was.precision, was.ema)
+    same = same and (config.precision, config.scaled_ema) == (was.precision, was.scaled_ema)
     if keep_optimizer and (not same or any(schedules)):
         raise UserError(
             f"--keep-optimizer needs the update mode of {run}, {was.update}, its warm-up, ema and "
