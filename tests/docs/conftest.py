@@ -40,6 +40,15 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SMALLER = {
+    "TrainConfig(batch_size=8192": 'TrainConfig(batch_size=256, epochs=1, model="lr"',
+    "epochs=20": "epochs=2",
+    "131_072": "256",
+    "8192": "256",
+    "200_000": "1_200",
+    "300_000": "1_200",
+    "50_000": "1_200",
+}
 NOT_RUN = re.compile(r"<!-- not run: (.*) -->\n+$")
 
 
@@ -63,6 +72,13 @@ def blocks(page: Path) -> Iterator[Block]:
         line = text.count("\n", 0, found.start()) + 1
         not_run = NOT_RUN.search(text, 0, found.start())
         yield Block(page, line, found[1].strip(), found[2], not_run[1] if not_run else "")
+
+
+def smaller(text: str) -> str:
+    """Python of a page at sizes for tests."""
+    for large, small in SMALLER.items():
+        text = text.replace(large, small)
+    return text
 
 
 @pytest.fixture(scope="session")
@@ -95,6 +111,7 @@ def stand_ins(tmp_path_factory) -> Path:
     (home / "grid.toml").write_text(GRID)
     _existing_pipeline(home)
     _daily_logs(home)
+    _tutorial_logs(home)
     with pytest.MonkeyPatch.context() as patch, quick_saves():
         patch.chdir(home)
         # With constant rates a finished run can go on.
@@ -133,3 +150,13 @@ def _daily_logs(home: Path) -> None:
         log = {field: random.zipf(1.3, ROWS) % 60 for field in ("ad", "site", "interests")}
         log |= {"price": random.normal(5, 2, ROWS), "clicked": random.choice(["no", "yes"], ROWS)}
         pd.DataFrame(log).to_csv(home / name, index=False)
+
+
+def _tutorial_logs(home: Path) -> None:
+    """The logs that the tutorial writes, and its description of them."""
+    page = list(blocks(DOCS / "tutorial.md"))
+    toml, python = (next(b.text for b in page if b.language == name) for name in ("toml", "python"))
+    (home / "ads.toml").write_text(toml, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        exec(smaller(python), {})

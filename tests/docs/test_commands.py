@@ -102,7 +102,7 @@ def test_the_commands_of_a_page(page, stand_ins, tmp_path, monkeypatch):
 
 
 def run(words: list[str], place: str, made: Path) -> None:
-    """Run a command without the outputs of an earlier one; copy a tune or sweep of another page."""
+    """Run a command without the outputs of an earlier one; a study or sweep runs once."""
     out = Path(words[words.index("--out") + 1]) if "--out" in words else None
     if out is not None:
         shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)

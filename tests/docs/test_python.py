@@ -16,18 +16,10 @@ import pytest
 from merlin_cowclip.plugins import CowClipOptimizer
 from merlin_cowclip.plugins._tensorflow import tf
 
-from .conftest import GUIDES, Block, blocks
+from .conftest import GUIDES, Block, blocks, smaller
 
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("quick_saves", "graphs_as_traced")]
 ELSEWHERE = {"horovod", "sparse_operation_kit", "tritonclient"}
-SMALLER = {
-    "TrainConfig(batch_size=8192": 'TrainConfig(batch_size=256, epochs=1, model="lr"',
-    "epochs=20": "epochs=2",
-    "131_072": "256",
-    "8192": "256",
-    "rows=300_000": "rows=1_200",
-    "rows=340_000": "rows=1_200",
-}
 MODEL = """
 from merlin_cowclip.models import deepfm, embeddings_of
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
@@ -48,7 +40,8 @@ PRELUDES = {
 import merlin.io
 train = merlin.io.Dataset("data/train/*.parquet", engine="parquet", schema=schema)
 """,
-    "start": MODEL,
+    "index": MODEL,
+    "existing-pipeline": MODEL,
     "coming-from": MODEL,
     "optimizer": MODEL + OPTIMIZER,
     "data": MODEL + OPTIMIZER,
@@ -85,17 +78,13 @@ def test_the_python_of_a_page(page, stand_ins, tmp_path, monkeypatch):
     monkeypatch.chdir(home)
     shutil.rmtree("train")
     shutil.copytree("data/train", "train")
-    made = {"start": "train.txt.gz", "datasets": "train.txt.gz", "training": "run"}.get(
-        page.stem
-    )  # by the page itself
+    made = {"datasets": "train.txt.gz", "training": "run"}.get(page.stem)  # by the page itself
     if made:
         shutil.move(made, tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
     prelude = PRELUDES.get(page.stem, "")
     for block in python(page):
-        text = block.text
-        for large, small in SMALLER.items():
-            text = text.replace(large, small)
+        text = smaller(block.text)
         code = compile(text, str(block), "exec")
         if imported(text) & ELSEWHERE:
             continue

@@ -97,7 +97,7 @@ def _check_clip(run: Run) -> None:
     rows = [float(line["ids_per_batch"]) for line in lines]
     clipped = np.average([float(line["rows_clipped"]) for line in lines], weights=rows)
     assert clipped > 0
-    assert run.result["clip"].startswith(f"The clip shortened {100 * clipped:.3g} % of the rows")
+    assert run.result["clip"].startswith(f"Gradients of {100 * clipped:.3g} % of the rows were")
 
 
 def _numbers(path: Path) -> list[dict[str, float]]:

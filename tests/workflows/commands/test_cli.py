@@ -114,9 +114,8 @@ def test_the_printed_numbers(here):
     table, progress = out.index("embedding_lr"), out.index("[1/2] loss")
     assert table < progress
     lines = {line.split()[0]: line.split()[1:] for line in out[:progress].splitlines()}
-    assert (
-        out.splitlines()[0]
-        == "deepfm, rule cowclip, exact updates; values of the rule; base_batch_size as given"
+    assert out.splitlines()[0] == (
+        "deepfm, rule cowclip, exact updates; hyperparameters of the rule; base_batch_size as given"
     )
     assert "Warning: at batch size 512 an epoch has only 5 steps. With fewer than 30 a" in out
     assert re.search(

@@ -117,9 +117,9 @@ REFUSED = {
     "evaluate EMPTY": "a run must be a folder that train wrote … EMPTY",
     "evaluate DATA RUN": "a run must be a folder that train wrote",
     "evaluate RUN NOWHERE": "no input file found … NOWHERE",
-    "evaluate RUN DATA --raw": "--raw is for raw logs. Received: it with prepared data",
+    "evaluate RUN DATA --raw": "--raw needs raw logs, and this is prepared data",
     "evaluate RUN LOG --batch-size 0": "batch size must be … 0",
-    "predict RUN LOG --out LOG": "output file must be named *.parquet",
+    "predict RUN LOG --out LOG": "the output file must end in .parquet",
     "export RUN --out EMPTY": "output folder must not exist … EMPTY … Name another",
     "export RUN": "export needs --out REPOSITORY, or only --rare P",
     "export RUN --out OUT --drop-rare 100": "between 0 and 100 % … 100.0",
@@ -444,12 +444,12 @@ def test_export_of_a_changed_file(run, tmp_path):
     check([*argv, "--trust-workflow"], "saved_model.pb … Train again", tmp_path)
 
 
-# What a tune found
+# The result of a tuning study
 
 
 @pytest.fixture
 def tuned(toy_data, tmp_path) -> Path:
-    """What is read of a tune at batch size 64 on that data."""
+    """A tuning study of that data at batch size 64, as far as it is read."""
     data, folder = PreparedData.open(toy_data), tmp_path / "tune"
     folder.mkdir()
     on = {"data": str(toy_data), "data_sha256": identity_of(data), "columns": columns_of(data)}

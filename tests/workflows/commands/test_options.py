@@ -172,10 +172,11 @@ def test_a_file_goes_before_the_papers_values_and_options_before_both(tmp_path, 
     assert source == f"{paper} 8,192; mlp, batch_size of c.json"
     config, source = of({"rule": "linear"})
     assert config.base == recipe("linear")
-    assert source == "values of the rule; rule of c.json"
+    assert source == "hyperparameters of the rule; rule of c.json"
     whole = TrainConfig(l2=1e-3)
-    assert of(whole.to_dict()) == (whole, "values of c.json")
-    assert of(whole.to_dict(), "--l2 1e-5") == (TrainConfig(), "values of c.json; l2 as given")
+    assert of(whole.to_dict()) == (whole, "hyperparameters of c.json")
+    source = "hyperparameters of c.json; l2 as given"
+    assert of(whole.to_dict(), "--l2 1e-5") == (TrainConfig(), source)
     with pytest.raises(UserError, match="batch_size must be .* Received: .*'8K'"):
         of({"batch_size": "8K"})
 
@@ -197,7 +198,7 @@ def test_a_warm_start_trains_slower_and_lazily(monkeypatch):
     assert (given.dense_lr, given.epochs, given.update) == (3e-3, 2, "exact")
     source = train_config(params("train data --out r --warm-start run"), data_of(""))[1]
     assert source.startswith(
-        "values of run, with learning rates 0.0004 and 0.002, constant and low"
+        "hyperparameters of run, with learning rates 0.0004 and 0.002, constant and low"
     )
     with pytest.raises(UserError, match="are for batch size 4096. Received: --batch-size 1024"):
         config_of("--warm-start run --batch-size 1K")

@@ -82,13 +82,13 @@ def test_a_summary_has_all_its_columns():
         ),
         (
             [field("a", clipped=(1, 2)), LINEAR],
-            "The clip shortened 0.2 % of the rows (0.125 % of the occurrences), in 1 of 1 clipped "
-            "fields.",
+            "Gradients of 0.2 % of the rows were clipped (0.125 % of the occurrences), in 1 of 1 "
+            "clipped fields.",
         ),
         (
             [field("a", clipped=(50, 400)), field("b", clipped=(400, 800)), field("c")],
-            "The clip shortened 30 % of the rows (25 % of the occurrences), in 2 of 3 clipped "
-            "fields.",
+            "Gradients of 30 % of the rows were clipped (25 % of the occurrences), in 2 of 3 "
+            "clipped fields.",
         ),
     ],
 )

@@ -88,7 +88,7 @@ def check_manifest(
             if path.is_file() and path.relative_to(folder).as_posix() not in manifest:
                 raise UserError(
                     f"{what} must have no other files in {inner}. Received: {path}, which its "
-                    f"manifest does not name. Take it out. {remedy}"
+                    f"manifest does not name. Remove it. {remedy}"
                 )
 
 

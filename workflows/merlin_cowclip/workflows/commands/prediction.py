@@ -76,7 +76,7 @@ def evaluate(run: Path, data: tuple[str, ...], raw: bool, quiet: bool, **options
     name = RECORD if opened.is_adopted else "."
     if not data or (len(data) == 1 and os.path.exists(os.path.join(data[0], name))):
         if raw:
-            raise UserError("--raw is for raw logs. Received: it with prepared data. Leave it out")
+            raise UserError("--raw needs raw logs, and this is prepared data. Remove --raw")
         prepared = PreparedData.open(data[0]) if data else opened.data()
         opened.check_vocabulary(prepared)
         from merlin_cowclip.workflows.training import evaluation

@@ -206,7 +206,7 @@ def report(runs: Sequence[Path], out: Path | None) -> None:
 @_search("--budget", type=float, metavar="MINUTES", help="stop after about this many minutes")
 @fields(TrainConfig, "epochs", "seed", group=_SEARCH)
 @_search("--seeds", type=int, default=3, metavar="K", help="seeds to repeat the best trials with")
-@path("--base", "TUNE0", "result of another study, its batch size and network", group=_BASE)
+@path("--base", "TUNE", "another tuning study as base: its result, batch size, model", group=_BASE)
 @fields(TrainConfig, *_BASE_OPTIONS, group=_BASE, dense_lr="each rule's own")
 @fields(TrainConfig, *NETWORK, "deterministic", "precision", "micro_batch")
 def tune(data: Path, out: Path, **values: Any) -> None:
@@ -263,7 +263,7 @@ def tune_config(
         values["base"] = {**(values["base"] or {}), **base}
     if options["base"] is not None:
         found = Tuned.open(options["base"]).train_config(data)
-        source = f"values of {options['base']}"
+        source = f"hyperparameters of {options['base']}"
         values["base"] = found.hyperparameters.replace(decay=found.dense_schedule is not None)
         values["network"] = {"model": found.model, **found.network_options, **values["network"]}
     return TuneConfig(**values), source

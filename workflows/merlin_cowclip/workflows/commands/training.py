@@ -66,12 +66,12 @@ _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "log_to", "json", "qu
     "of an uninterrupted run. Only --epochs may be raised; give DATA if it was moved",
 )
 @path("--config", "FILE", "JSON file or run folder with options; those given here override it")
-@path("--tuned", "TUNE", "use the best values of a tune, scaled by --rule to another --batch-size")
+@path("--tuned", "TUNE", "the result of a tuning study, scaled by --rule to another --batch-size")
 @option(
     "--preset",
     type=click.Choice(["criteo", "avazu"]),
-    help="the paper's values for this data set",
-    shown="the values of the rule",
+    help="the paper's hyperparameters for this data set",
+    shown="hyperparameters of the rule",
 )
 @path("--warm-start", "RUN", "train a run's weights on new data, for one epoch at low rates")
 @option("--keep-optimizer", is_flag=True, help="with --warm-start: its moments and steps, too")
@@ -136,7 +136,7 @@ def _begin(values: Mapping[str, Any]) -> Run:
     if shows:
         if values["warm_start"] is not None:
             source += f"; weights of {values['warm_start']}"
-        rule = "values not scaled" if config.rule == "none" else f"rule {config.rule}"
+        rule = "hyperparameters not scaled" if config.rule == "none" else f"rule {config.rule}"
         print(f"{config.model}, {rule}, {config.update} updates; {source}")
         print(scaling_table(config.base, config.hyperparameters), flush=True)
         for name in ("dense_schedule", "embedding_schedule"):
@@ -193,13 +193,13 @@ def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainCo
     elif values["warm_start"] is not None and not others:
         where = values["warm_start"]
         layer, why = _warm_start(where, values["keep_optimizer"], options)
-    found, source = layer, "values of the rule"
+    found, source = layer, "hyperparameters of the rule"
     if values["preset"]:
         paper = _preset(values["preset"], {**layer, **options})
         source = f"the paper's values for {values['preset']} at batch size {paper.batch_size:,}"
         found = {**base_fields(paper), **layer}
     if set(BASE_FIELDS) <= set(layer):
-        source = f"values of {where}{why}"
+        source = f"hyperparameters of {where}{why}"
     elif names := [name for name in layer if name not in options]:
         source += f"; {', '.join(names)} of {where}"
     if own := [name for name in BASE_FIELDS if name in options]:
@@ -212,7 +212,7 @@ def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainCo
 
 
 def _warm_start(folder: Path, keep: bool, options: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The values to train a run's weights further, and the reason for its learning rates."""
+    """Hyperparameters to train a run's weights further, and the reason for its learning rates."""
     from merlin_cowclip.workflows.training.runs import Run
 
     found = Run.open(folder).warm_start_config(keep_optimizer=keep)
@@ -221,19 +221,20 @@ def _warm_start(folder: Path, keep: bool, options: Mapping[str, Any]) -> tuple[d
 
 
 def _at_batch_size(name: str, found: TrainConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for one batch size, of the option `name`; another one needs a rule to scale them."""
+    """The hyperparameters of the option `name`; another batch size needs a rule to scale them."""
     if options.get("batch_size", found.batch_size) != found.batch_size and "rule" not in options:
         raise UserError(
-            f"the values of {name} are for batch size {found.batch_size}. Received: --batch-size "
-            f"{options['batch_size']} without --rule. Add one to scale them, such as --rule sqrt"
+            f"hyperparameters of {name} are for batch size {found.batch_size}. Received: "
+            f"--batch-size {options['batch_size']} without --rule. "
+            "Add one to scale them, such as --rule sqrt"
         )
     return found.to_dict()
 
 
 def _preset(dataset: str, options: Mapping[str, Any]) -> Hyperparameters:
-    """The paper's values for a rule at the nearest batch size; for other rules CowClip's at 1K.
+    """The paper's for a rule at the nearest batch size; for other rules CowClip's at 1K.
 
-    Where `options` have some of the values, the batch size is that of their base.
+    Where `options` have some of the hyperparameters, the batch size is that of their base.
     """
     size = "base_batch_size" if any(name in options for name in BASE_FIELDS) else "batch_size"
     wanted, rule = options.get(size, K), options.get("rule", TrainConfig.rule)

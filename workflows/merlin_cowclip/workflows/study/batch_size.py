@@ -213,7 +213,7 @@ def page_of(found: Mapping[str, Any], command: str) -> Page:
         ),
     }
     note = (
-        "Tuned values scaled by √ (both learning rates and λ), with the same epochs and schedule. "
+        "Tuned learning rates and λ scaled by √, with the same epochs and schedule. "
         f"{target} is the highest AUC that all runs reach, interpolated between epochs."
     )
     headline = f"No verdict: {found['warning']}" if found["warning"] else found["sentence"]

@@ -204,7 +204,7 @@ def refuse_unknown(what: str, values: Mapping[str, Any], known: Sequence[str]) -
     if unknown := [key for key in values if key not in known]:
         raise UserError(
             f"{what} has the keys {', '.join(known)}. Received: {str(unknown[0])!r}. Correct it, "
-            "or take it out"
+            "or remove it"
         )
 
 
@@ -314,7 +314,7 @@ class TrainConfig:
         kind="size",
         shown="the whole batch",
     )
-    base_batch_size: int = _value("batch size that these values were tuned at", 1024, kind="size")
+    base_batch_size: int = _value("batch size of the tuned hyperparameters", 1024, kind="size")
     dense_lr: float | None = _value(
         "learning rate of the dense layers",
         kind="positive",
@@ -425,7 +425,7 @@ class TrainConfig:
 
     @functools.cached_property
     def base(self) -> Hyperparameters:
-        """The values at the base batch size."""
+        """The hyperparameters at the base batch size."""
         names = [f.name for f in dataclasses.fields(Hyperparameters)]
         values: dict[str, Any] = {name: getattr(self, name, None) for name in names}
         values["batch_size"] = self.base_batch_size

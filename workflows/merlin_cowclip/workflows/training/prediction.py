@@ -70,7 +70,7 @@ def predict_logs(
     """
     out = Path(out)
     if out.suffix != ".parquet":
-        raise UserError(f"output file must be named *.parquet. Received: {out}. Name it so")
+        raise UserError(f"the output file must end in .parquet. Received: {out}")
     refuse_existing(out, "file")
     check_whole("batch size", batch_size, 1)
     incoming = open_raw_inputs(run, inputs, raw=raw, trust_workflow=trust_workflow)

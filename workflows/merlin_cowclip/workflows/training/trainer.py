@@ -436,7 +436,7 @@ def clip_sentence(fields: Sequence[FieldStatistics], clip: str | None) -> str:
         )
     touched = sum(field.all.clipped_rows > 0 for field in clipped)
     return (
-        f"The clip shortened {100 * whole.clipped_rows / whole.rows:.3g} % of the rows "
+        f"Gradients of {100 * whole.clipped_rows / whole.rows:.3g} % of the rows were clipped "
         f"({100 * whole.clipped_occurrences / whole.occurrences:.3g} % of the occurrences), in "
         f"{touched} of {len(clipped)} clipped fields."
     )

@@ -295,6 +295,6 @@ def _copy(database: duckdb.DuckDBPyConnection, query: str, source: Path, out: Pa
 def all_missing(name: str, missing: int) -> UserError:
     """The error of a column without a value."""
     return UserError(
-        f"column {name!r} has no value in the {missing:,} training rows. Take it out of the "
+        f"column {name!r} has no value in the {missing:,} training rows. Remove it from the "
         "specification"
     )
