@@ -106,7 +106,7 @@ def run(words: list[str], place: str, made: Path) -> None:
     out = Path(words[words.index("--out") + 1]) if "--out" in words else None
     if out is not None:
         shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
-    kept = made / "-".join(words[: {"tune": 1, "sweep": 3}.get(words[0], 0)])
+    kept = made / "-".join(words[: {"tune": 2, "sweep": 3}.get(words[0], 0)])
     if out is not None and kept != made and kept.exists():
         shutil.copytree(kept, out)
         return

@@ -213,7 +213,7 @@ def tune(data: Path, out: Path, **values: Any) -> None:
     """Search hyperparameters directly at a given batch size.
 
     Learning rates, λ, clip and epochs, by the AUC on the validation part; the test part is never
-    read. Starts from settings that were best on other data and, with a base, from what every
+    read. Starts from settings that won on other datasets and, with a base, from what every
     scaling rule predicts. Run it again with the same TUNE to resume it; several processes may
     share one TUNE.
     """
@@ -246,7 +246,7 @@ def tune_config(
     from merlin_cowclip.workflows.study.tuned import Tuned, read_record
 
     values: dict[str, Any] = {}
-    source = "none, so the search starts from settings that were best on other data"
+    source = "none, so the search starts from settings that won on other datasets"
     base = given({name.removeprefix("base_"): options[name] for name in _BASE_OPTIONS})
     if base and options["base"] is not None:
         raise UserError("--base excludes the other options of the base. Leave one out")
