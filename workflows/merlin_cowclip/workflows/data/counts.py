@@ -16,13 +16,13 @@ from merlin_cowclip.workflows.errors import UserError
 
 
 def write_counts(folder: Path, field: str, counts: np.ndarray, raw: pa.Array) -> None:
-    """Write the counts of a field's n IDs, (n,) int64, with their texts, n."""
+    """Write the counts of a field's n ids, (n,) int64, with their texts, n."""
     table = pa.table({"id": np.arange(len(counts), dtype=np.int64), "raw": raw, "count": counts})
     pq.write_table(table, folder / f"{field}.parquet")
 
 
 def read_counts(data: PreparedData, field: str) -> pa.Table:
-    """``id``, ``raw``, ``count`` of a field, row i for ID i; Categorify's padding has count 0.
+    """``id``, ``raw``, ``count`` of a field, row i for id i; Categorify's padding has count 0.
 
     Raises UserError if they do not belong to the training rows.
     """
@@ -41,10 +41,10 @@ def read_counts(data: PreparedData, field: str) -> pa.Table:
 
 
 def counts_of_ids(data: PreparedData, fields: Sequence[str]) -> np.ndarray:
-    """Counts by ID of fields of one domain."""
+    """Counts by id of fields of one domain."""
     return np.sum([read_counts(data, field)["count"].to_numpy() for field in fields], axis=0)
 
 
 def occurring_ids(data: PreparedData) -> int:
-    """Number of distinct IDs in the training rows, missing IDs included."""
+    """Number of distinct ids in the training rows, missing ids included."""
     return sum(int(np.count_nonzero(counts_of_ids(data, fields))) for fields in data.domains)

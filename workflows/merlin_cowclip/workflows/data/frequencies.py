@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often IDs occur, from the counts of prepared data: why scaling rules fail (Section 3.1)."""
+"""How often ids occur, from the counts of prepared data: why scaling rules fail (Section 3.1)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Frequencies:
     summary: pd.DataFrame
 
     def table(self) -> str:
-        """One line per field: IDs, coverage, and the share of rare IDs by batch size, in percent.
+        """One line per field: ids, coverage, and the share of rare ids by batch size, in percent.
 
         A share is "-" if the batch exceeds the data. All fields come last.
         """
@@ -54,18 +54,18 @@ def frequencies(
     fields: Sequence[str] | None = None,
     progress: bool = True,
 ) -> Frequencies:
-    """Write how often the IDs of every field occur in the training part.
+    """Write how often the ids of every field occur in the training part.
 
-    P(id) = count / rows (Section 3). A missing ID is an ID, as in the paper. So are all unknown IDs
+    P(id) = count / rows (Section 3). A missing id is an id, as in the paper. So are all unknown ids
     together, if a threshold makes some of training rows. In a list field every occurrence counts.
 
     ``summary.parquet`` has one row per field and one, with ``field`` null, for all fields, in which
-    the IDs of a shared vocabulary count once: ``ids`` (distinct), ``rows``, ``occurrences``,
-    ``top_k`` (share of occurrences of the k most frequent IDs), ``ids_for_90`` (number of IDs with
-    90 % of the occurrences), ``rare_B`` (share of IDs with P(id) < 1 / B for a batch size B in
-    ``batch_sizes``) and ``in_batch_B`` (expected share of IDs in a batch: the mean of
+    the ids of a shared vocabulary count once: ``ids`` (distinct), ``rows``, ``occurrences``,
+    ``top_k`` (share of occurrences of the k most frequent ids), ``ids_for_90`` (number of ids with
+    90 % of the occurrences), ``rare_B`` (share of ids with P(id) < 1 / B for a batch size B in
+    ``batch_sizes``) and ``in_batch_B`` (expected share of ids in a batch: the mean of
     1 - (1 - P(id))^B). ``frequencies.png`` is Figure 3 (left) of ``fields``; by default those with
-    the fewest, the median and the most IDs. Both are in ``out``; by default ``frequencies`` in the
+    the fewest, the median and the most ids. Both are in ``out``; by default ``frequencies`` in the
     prepared folder. Raises UserError for a bad argument, bad counts, or if the folder exists.
     """
     out = data.path / "frequencies" if out is None else Path(out)
@@ -99,7 +99,7 @@ def plot(counts: Mapping[str, np.ndarray], rows: int, batch_sizes: Sequence[int]
     figure = Figure(figsize=(4 * len(counts), 3), dpi=150, layout="constrained")
     panels = figure.subplots(1, len(counts), squeeze=False)[0]
     for panel, (field, of_ids) in zip(panels, counts.items(), strict=True):
-        # IDs of one count are one step: as exact as a point per ID, and never many.
+        # Ids of one count are one step: as exact as a point per id, and never many.
         found, ids = np.unique(-of_ids[of_ids > 0], return_counts=True)
         edges = np.append(0, np.cumsum(ids))
         panel.step(edges, -np.append(found, found[-1]), where="post")

@@ -198,7 +198,7 @@ class PreparedData:
     def report(self) -> dict[str, Any]:
         """Rows and clicks by part, and statistics by field.
 
-        IDs: occurrences in the training part, distinct ids, occurrences of missing ids and of
+        Ids: occurrences in the training part, distinct ids, occurrences of missing ids and of
         those below the threshold, ``new`` ids of a grown vocabulary; in the held-out parts also
         of ids without an embedding (``valid_unknown``, ``test_unknown``). Numbers: range, mean,
         missing and not finite ones (``not_finite``, in all parts), and held-out ones out of range.
@@ -219,10 +219,10 @@ class PreparedData:
         return TensorflowMetadata.from_proto_text(text).to_merlin_schema()
 
     def counts(self, field: str) -> pd.DataFrame:
-        """How often each ID of a field occurs in the training split: ``id``, ``raw``, ``count``.
+        """How often each id of a field occurs in the training split: ``id``, ``raw``, ``count``.
 
-        Row i is ID i: 0 padding, 1 missing, 2 unknown (``raw`` is None for these), 3 the most
-        frequent ID. In an adopted pipeline IDs have the order of its own workflow.
+        Row i is id i: 0 padding, 1 missing, 2 unknown (``raw`` is None for these), 3 the most
+        frequent id. In an adopted pipeline ids have the order of its own workflow.
         """
         import pandas as pd
 
@@ -287,7 +287,7 @@ def check_workflow(
 def domains_of(
     columns: Mapping[str, Any], cardinalities: Mapping[str, int]
 ) -> list[tuple[str, ...]]:
-    """Fields of IDs by int domain; raises UserError if two fields of one domain differ in size."""
+    """Fields of ids by int domain; raises UserError if two fields of one domain differ in size."""
     found: dict[str, list[str]] = {}
     for name, column in columns.items():
         domain = column.int_domain  # without a name it is the field's own

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Synthetic click logs in Criteo's and Avazu's formats, with known click probabilities.
 
-IDs follow a power law, fields have a few IDs to many, and values are missing. A click is drawn from
-a planted probability: effects of single IDs, of pairs of IDs (dot products of hidden vectors, which
+Ids follow a power law, fields have a few ids to many, and values are missing. A click is drawn from
+a planted probability: effects of single ids, of pairs of ids (dot products of hidden vectors, which
 a linear model cannot learn), and weakly of numbers. They say nothing about accuracy on real logs.
 """
 
@@ -51,7 +51,7 @@ class _Log(NamedTuple):
     numbers: Sequence[tuple[float, float, float]] = ()  # log-normal: median, spread; share missing
 
 
-# Sizes: logarithms of Criteo Kaggle's distinct IDs per field, over the largest one's.
+# Sizes: logarithms of Criteo Kaggle's distinct ids per field, over the largest one's.
 _CRITEO_SIZES = (
     *(0.45, 0.39, 1.0, 0.91, 0.36, 0.20, 0.59, 0.40, 0.07, 0.71, 0.54, 0.99, 0.50),
     *(0.21, 0.60, 0.96, 0.14, 0.54, 0.48, 0.09, 0.98, 0.18, 0.17, 0.78, 0.29, 0.74),
@@ -92,7 +92,7 @@ def write_synthetic(
         path: the file to write, gzipped if it ends in .gz; must not exist.
         rows: number of rows, at least 100.
         seed: random seed.
-        cardinality: number of IDs that the largest field draws from; the others scale with it.
+        cardinality: number of ids that the largest field draws from; the others scale with it.
     """
     from sklearn.metrics import log_loss, roc_auc_score
 

@@ -37,7 +37,7 @@ with quiet_imports():
 class EncodeFields(StatOperator):
     """The fields of prepared data from columns of raw rows, by the `Encoder` of the folder.
 
-    IDs may be of any type: 1382, 1382.0 and "1382" are one ID. An empty text is missing, a missing
+    Ids may be of any type: 1382, 1382.0 and "1382" are one id. An empty text is missing, a missing
     list is empty. A frame on a GPU is encoded on the CPU.
 
     Args:
@@ -155,7 +155,7 @@ def save_schema(schema: Schema, folder: Path) -> None:
     """Write ``schema.pbtxt`` and ``.merlin/`` (for `merlin.io.Dataset`).
 
     Fields with counts get a property ``untrained_ids``: ranges (start, end, start, …) of special or
-    hashed IDs without a training row. `FusedEmbeddings` initializes their embeddings with zero.
+    hashed ids without a training row. `FusedEmbeddings` initializes their embeddings with zero.
     """
     counts = folder / "counts"
     schema = Schema([_with_untrained_ids(column, counts) for column in schema])

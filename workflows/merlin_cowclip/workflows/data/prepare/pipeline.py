@@ -71,8 +71,8 @@ def prepare(
 ) -> PreparedData:
     """Turn raw logs into training, validation and test parts, at ``out``.
 
-    IDs become integers: 1 is a missing ID, 2 an unknown one (not in the training part, or rarer
-    than the spec's threshold), 3 the most frequent ID. Numbers are scaled to [0, 1] by the range in
+    Ids become integers: 1 is a missing id, 2 an unknown one (not in the training part, or rarer
+    than the spec's threshold), 3 the most frequent id. Numbers are scaled to [0, 1] by the range in
     the training part and clipped, or as the spec says; missing numbers count as 0. The split is
     exact, and training rows are fully shuffled. Both depend on the rows and the seed only.
     ``record["boundaries"]`` has the last training time, and the first of each held-out part, of a
@@ -83,14 +83,14 @@ def prepare(
         inputs: files, globs or folders, CSV (compressed or not) or parquet; without the files that
             ``spec.split`` names as validation or test part.
         out: the folder to write; must not exist.
-        like: encode as an earlier run or folder, instead of fitting; other IDs are unknown.
-        grow: with ``like``: IDs that it does not have get new ones behind its own.
+        like: encode as an earlier run or folder, instead of fitting; other ids are unknown.
+        grow: with ``like``: ids that it does not have get new ones behind its own.
         seed: of split and shuffle.
         progress: show progress bars on stderr.
         part_rows: maximum number of rows in an output file.
         memory: for "duckdb": bytes, or text like "8GB", that sorting and shuffling may take; by
             default half of what the machine or container has. The program itself takes about
-            0.5 GB, and each ID of the largest field 40 bytes.
+            0.5 GB, and each id of the largest field 40 bytes.
         scratch: for "duckdb": a folder for temporary files, of about the size of the log; by
             default in ``out``.
         engine: "duckdb", the default, uses all cores of this machine. "nvtabular" runs on Dask,
