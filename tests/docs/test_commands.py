@@ -28,7 +28,7 @@ BRIEF = ["--epochs", "1", "--seeds", "1"]
 SMALLER = {
     # With constant rates a finished run can go on.
     "train": ["--batch-size", BATCH, "--epochs", "1", *CONSTANT],
-    "tune": ["--model", "lr", "--batch-size", BATCH, "--trials", "6", *BRIEF],
+    "tune": ["--mlp", "8", "--batch-size", BATCH, "--trials", "6", *BRIEF],
     "batch-size": ["--batch-sizes", "64,128", "--seeds", "1"],
 }
 # Programs that are not started here.
