@@ -27,7 +27,11 @@ from merlin_cowclip.workflows.folders import (
 )
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.training.configuration import CheckpointConfig, TrainConfig
+from merlin_cowclip.workflows.training.configuration import (
+    CONSTANT_SCHEDULE,
+    CheckpointConfig,
+    TrainConfig,
+)
 from merlin_cowclip.workflows.training.listeners import EVENTS, Listener, listening, notify
 from merlin_cowclip.workflows.training.ranks import (
     check_alike,
@@ -156,11 +160,16 @@ def check_warm_start(
         raise UserError(f"{run} has another network. Leave its options and --config out")
     if config.tables == "sharded":
         raise UserError("a warm start needs replicated tables. Leave --tables out")
-    schedules = [one.dense_schedule or one.embedding_schedule for one in (config, was)]
+    schedules = [
+        schedule
+        for one in (config, was)
+        for schedule in (one.dense_schedule, one.embedding_schedule)
+        if schedule not in (None, CONSTANT_SCHEDULE)
+    ]
     same = config.update == was.update and bool(config.warmup_epochs) == bool(was.warmup_epochs)
     # The state has the loss scale, and the averages.
     same = same and (config.precision, config.scaled_ema) == (was.precision, was.scaled_ema)
-    if keep_optimizer and (not same or any(schedules)):
+    if keep_optimizer and (not same or schedules):
         raise UserError(
             f"--keep-optimizer needs the update mode of {run}, {was.update}, its warm-up, ema and "
             f"precision, {was.precision}, and no schedules in either run, because steps go on "
