@@ -310,7 +310,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a part gone": (lambda d: (d / TRAIN).unlink(), f"{TRAIN} … which is gone"),
     "one part more": (
         lambda d: shutil.copy(d / TRAIN, d / MORE),
-        f"no other files in train … {MORE} … Take",
+        f"no other files in train … {MORE} … Remove",
     ),
     "a part spoiled": (lambda d: garbled(d / TRAIN), f"{KEPT} … {TRAIN} … content"),
     "no workflow": (lambda d: shutil.rmtree(d / "workflow"), "workflow/ … which is gone"),
