@@ -38,8 +38,9 @@ def _builder(name: str, block: type[CTRBlock]) -> Callable[..., mm.Model]:
     parameters: dict[str, inspect.Parameter] = {}
     for base in reversed(block.__mro__):
         if issubclass(base, CTRBlock):
-            parameters.update(inspect.signature(base).parameters)
-    del parameters["kwargs"]
+            # Not of the class, whose `__new__` takes any arguments in Keras 2.12.
+            parameters.update(inspect.signature(base.__init__).parameters)
+    del parameters["self"], parameters["kwargs"]
     signature = inspect.Signature([*parameters.values()], return_annotation="mm.Model")
 
     def build(*args: Any, **options: Any) -> mm.Model:
