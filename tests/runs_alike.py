@@ -10,12 +10,37 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.train import resume, train
+from merlin_cowclip.workflows.training.trainer import Trainer
 
 TIMES = {"seconds", "samples_per_second", "train_seconds"}
 PLACES = {"manifest", "config"}  # of the result; of the configuration only what is trained
+
+
+def train_in_two(
+    data: Any, config: TrainConfig, out: Path, step: int, look: Callable[[Trainer], Any]
+) -> None:
+    """Train a run that is interrupted after an update, when `look` sees its trainer, and resume."""
+    see = Trainer.see
+
+    def interrupted(trainer: Trainer, loss: Any) -> None:
+        see(trainer, loss)
+        if trainer.step == step:
+            look(trainer)
+            trainer._save()
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "see", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(data, config, out, progress=False)
+    assert Checkpoints(out / "checkpoints").steps() == [step]
+    resume(out, progress=False)
 
 
 def differences(run: Path, reference: Path) -> list[str]:

@@ -18,9 +18,8 @@ from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 from merlin_cowclip.workflows.training.configuration import PRECISIONS, TrainConfig
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.runs import Run
-from merlin_cowclip.workflows.training.train import resume, train
-from merlin_cowclip.workflows.training.trainer import Trainer
-from tests.runs_alike import differences
+from merlin_cowclip.workflows.training.train import train
+from tests.runs_alike import differences, train_in_two
 
 pytestmark = pytest.mark.usefixtures("graphs_as_traced")
 
@@ -104,26 +103,16 @@ def test_evaluate_and_export(home, trained, precision, capsys, tmp_path):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("precision", PRECISIONS[1:])
-def test_a_run_resumes_to_the_bit(home, trained, precision, tmp_path, monkeypatch):
+def test_a_run_resumes_to_the_bit(home, trained, precision, tmp_path):
     """Keras's loss scale, which doubles after so many steps, is in the checkpoints as well."""
     config, data = trained(precision).train_config(), trained(precision).data()
     reference = train(data, config, tmp_path / "reference", progress=False)
-    see = Trainer.see
 
-    def interrupted(trainer, loss):
-        see(trainer, loss)
-        if trainer.step == 20:
-            scaling = trainer.model.optimizer
-            assert (unwrapped(scaling) is scaling) == (precision == "mixed_bfloat16")
-            trainer._save()
-            raise KeyboardInterrupt
+    def look(trainer):
+        scaling = trainer.model.optimizer
+        assert (unwrapped(scaling) is scaling) == (precision == "mixed_bfloat16")
 
-    monkeypatch.setattr(Trainer, "see", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train(data, config, tmp_path / "run", progress=False)
-    monkeypatch.undo()
-    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [20]
-    resume(tmp_path / "run", progress=False)
+    train_in_two(data, config, tmp_path / "run", 20, look)
     assert differences(tmp_path / "run", reference.path) == []
     (last,) = Checkpoints(tmp_path / "run" / "checkpoints").steps()[-1:]
     path = Checkpoints(tmp_path / "run" / "checkpoints").path(last) / "state"

@@ -443,7 +443,7 @@ class TrainConfig:
     def scaled_ema(self) -> float | None:
         """The decay of averages per update of `batch_size`: the same per sample.
 
-        Busbridge et al. 2023, arXiv 2307.13813, Definition 1.2.
+        The EMA scaling rule of Busbridge et al. 2023, arXiv 2307.13813.
         """
         s = self.batch_size / self.base_batch_size
         return None if self.ema is None else self.ema**s
