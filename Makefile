@@ -29,7 +29,7 @@ TRITON := $(VENV)-triton
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-extended test-versions test-ranks triton test-triton test-gpu kills containers-test has-python lint bench docs wheel release-check clean
+.PHONY: help demo test test-all test-extended test-versions test-ranks triton test-triton test-gpu kills mutants containers-test has-python lint bench docs wheel release-check clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -62,6 +62,9 @@ test-extended: $(STAMP) $(RANKS)/.installed $(TRITON)/.installed  ## the tests t
 
 kills: $(STAMP)  ## kill a run KILLS times (40) at random, resume it, compare it with one that was not killed
 	@$(BIN)/python benchmarks/kill_and_resume.py --kills $(or $(KILLS),40)
+
+mutants: $(STAMP) $(RANKS)/.installed  ## change the source, one line at a time, and see that tests fail (an hour)
+	@$(BIN)/python -m tests.mutants
 
 test-versions: $(STAMP)  ## the quick tests, without ruff and mypy; for ENV=ngc or ENV=newest
 	@$(BIN)/python $(PYTEST) -m quick

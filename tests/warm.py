@@ -7,6 +7,7 @@ in `__main__`, takes signals as any other, and has an interpreter's end of its o
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -61,11 +62,15 @@ class Program:
 
 
 class WarmInterpreter:
-    """Starts programs, one at a time."""
+    """Starts programs, one at a time, in `folder` and with `environment` besides this one's."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, folder: Path | None = None, environment: dict[str, str] | None = None
+    ) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", _INTERPRETER],
+            cwd=folder,
+            env={**os.environ, **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
