@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from record import save_record
 
 from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--rows", type=int, default=1 << 20)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--record", action="store_true", help="write benchmarks/records/")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         data = data_of(arguments.rows, Path(home))
@@ -120,11 +122,18 @@ def main() -> None:
         f"numbers, {ours.rows:,} rows, {arguments.rounds} rounds"
     )
     print(f"  {'':24}  {'rows/s':>10}  {'slowest':>10}")
-    for name, found in rates.items():
-        print(f"  {name:24}  {statistics.median(found):>10,.0f}  {min(found):>10,.0f}")
+    for name, every in rates.items():
+        print(f"  {name:24}  {statistics.median(every):>10,.0f}  {min(every):>10,.0f}")
+    record: list[dict[str, object]] = [
+        {"way": name, "rows_per_second": round(statistics.median(every))}
+        for name, every in rates.items()
+    ]
     for one, other in (("ours, tf.data", "mm.Loader"), ("ours, in fit", "mm.Loader, in fit")):
         ratio = statistics.median(a / b for a, b in zip(rates[one], rates[other], strict=True))
         print(f"  {one} / {other}: {ratio:.1f} times as many rows per second")
+        record.append({"way": one, "over": other, "ratio": round(ratio, 2)})
+    if arguments.record:
+        save_record(record)
 
 
 if __name__ == "__main__":

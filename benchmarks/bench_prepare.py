@@ -19,8 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from record import save_record
 
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
@@ -106,6 +108,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2_000_000, help="beside the others")
     parser.add_argument("--small", type=int, default=1_000_000, help="of the growth")
     parser.add_argument("--large", type=int, default=5_000_000, help="of the growth")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/records/")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as folder:
         home = Path(folder)
@@ -152,6 +155,8 @@ def main() -> None:
         ]
         header = ("rows", "how", "seconds", "CPU seconds", "CPU µs per row", "peak GB")
         print(format_table(header, lines))
+        if arguments.record:
+            save_record([{"rows": rows, "how": how, **asdict(c)} for rows, how, c in runs])
 
 
 if __name__ == "__main__":

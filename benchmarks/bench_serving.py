@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from record import save_record
 
 from merlin_cowclip.workflows import (
     Repository,
@@ -80,8 +81,11 @@ def latencies(call: Callable[[Any], Any], requests: list[Any], seconds: float) -
     return found
 
 
-def measure(cases: Mapping[Any, Callable[[float], Any]], turns: int, seconds: float) -> None:
+def measure(
+    cases: Mapping[Any, Callable[[float], Any]], turns: int, seconds: float
+) -> list[dict[str, float]]:
     """Print p50 and p99 of a request and throughput of each case: (rows, clients)."""
+    measured = []
     found: dict[Any, list[float]] = {case: [] for case in cases}
     for turn in range(turns + 1):
         for case, run in cases.items():
@@ -94,6 +98,9 @@ def measure(cases: Mapping[Any, Callable[[float], Any]], turns: int, seconds: fl
         print(
             f"{rows:>6} {clients:>8} {half:>7.1f} {most:>7.1f} {rate:>11,.0f} {rate * rows:>8,.0f}"
         )
+        case = {"rows": rows, "clients": clients, "p50_ms": half, "p99_ms": most}
+        measured.append({**case, "requests_per_second": rate})
+    return measured
 
 
 def at_once(stubs: Iterable[Any], requests: list[Any], seconds: float) -> list[float]:
@@ -107,6 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2)
+    parser.add_argument("--record", action="store_true", help="write benchmarks/records/")
     arguments = parser.parse_args()
     turns, seconds = arguments.turns, arguments.seconds
     print(f"{platform.processor()}, {os.cpu_count()} CPUs")
@@ -118,7 +126,7 @@ def main() -> None:
         }
         print("In this process:")
         model = repository.load()
-        measure(
+        alone = measure(
             {
                 (n, 1): lambda s, n=n: latencies(lambda r: model.answers([r]), requests[n], s)
                 for n in ROWS
@@ -141,7 +149,7 @@ def main() -> None:
                 )
                 for _ in range(max(CLIENTS))
             ]
-            measure(
+            served = measure(
                 {
                     (n, c): lambda s, n=n, c=c: at_once(stubs[:c], sent[n], s)
                     for n in ROWS
@@ -150,6 +158,9 @@ def main() -> None:
                 turns,
                 seconds,
             )
+        if arguments.record:
+            places = (("this process", alone), ("Triton", served))
+            save_record([{"where": place, **row} for place, rows in places for row in rows])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """CPU seconds of short commands on 8,000 rows of 26 fields, and of their imports.
 
-python benchmarks/bench_startup.py
+python benchmarks/bench_startup.py [--record]
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from record import save_record
 
 from merlin_cowclip.workflows import write_synthetic
 
@@ -50,14 +52,20 @@ def cpu_seconds(code: str, arguments: list[str], folder: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=8_000)
-    rows = parser.parse_args().rows
+    parser.add_argument("--record", action="store_true", help="write benchmarks/records/")
+    arguments = parser.parse_args()
+    measured = []
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        write_synthetic("criteo", home / "train.txt", rows=rows, seed=1)
-        for name, code in IMPORTS.items():
-            print(f"import {name:28} {cpu_seconds(code, [], home):6.2f} s", flush=True)
-        for name in COMMANDS:
-            print(f"{name:35} {cpu_seconds(MAIN, COMMANDS[name], home):6.2f} s", flush=True)
+        write_synthetic("criteo", home / "train.txt", rows=arguments.rows, seed=1)
+        programs = [(f"import {name}", code, []) for name, code in IMPORTS.items()]
+        programs += [(name, MAIN, arguments) for name, arguments in COMMANDS.items()]
+        for name, code, words in programs:
+            seconds = cpu_seconds(code, words, home)
+            measured.append({"program": name, "cpu_seconds": round(seconds, 2)})
+            print(f"{name:35} {seconds:6.2f} s", flush=True)
+    if arguments.record:
+        save_record(measured)
 
 
 if __name__ == "__main__":

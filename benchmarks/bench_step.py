@@ -22,7 +22,9 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from record import save_record
 
 VARIANTS = {
     "stock": "stock Merlin DeepFMModel + LazyAdam",
@@ -148,7 +150,7 @@ def ratio(found: dict[str, Times], a: str, b: str) -> str:
     return f"{elapsed:.3f} in time, {cpu:.3f} in CPU time"
 
 
-def check_steps(names: list[str], rows: int, size: int) -> None:
+def check_steps(names: list[str], rows: int, size: int) -> list[dict[str, Any]]:
     """Print the times of some variants' whole steps, each other's ratio to the first's."""
     found = times(names, rows, size)
     print(f"\nV = {rows:,}, batch {size:,}")
@@ -157,6 +159,18 @@ def check_steps(names: list[str], rows: int, size: int) -> None:
         print(f"  {VARIANTS[name]:42}  {ms:>8.1f} ms/step  {cpu:>8.1f} ms of CPU")
     for name in names[1:]:
         print(f"  {name} / {names[0]}: {ratio(found, name, names[0])}", flush=True)
+    return recorded(found, names, rows, size)
+
+
+def recorded(
+    found: dict[str, Times], names: list[str], rows: int, size: int
+) -> list[dict[str, Any]]:
+    """Medians of variants, fit for JSON."""
+    return [
+        {"variant": name, "rows": rows, "batch": size, "ms": round(ms, 2), "cpu_ms": round(cpu, 2)}
+        for name in names
+        for ms, cpu in [[statistics.median(measured) for measured in found[name]]]
+    ]
 
 
 def main() -> None:
@@ -165,6 +179,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[300_000, 5_000_000])
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), metavar="VARIANT")
     parser.add_argument("--peak", nargs=3, metavar=("VARIANT", "ROWS", "BATCH"))
+    parser.add_argument("--record", action="store_true", help="write benchmarks/records/")
     arguments = parser.parse_args()
     if arguments.peak:
         variant, rows, size = arguments.peak
@@ -174,10 +189,13 @@ def main() -> None:
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python "
         f"{platform.python_version()}; DeepFM 3 x 400, 26 fields of width 10, 13 numbers"
     )
+    record: list[dict[str, Any]] = []
     if arguments.only:
         for rows in arguments.rows:
             for size in arguments.batches:
-                check_steps(arguments.only, rows, size)
+                record += check_steps(arguments.only, rows, size)
+        if arguments.record:
+            save_record(record)
         return
     lazy: dict[tuple[int, int], float] = {}
     for rows in arguments.rows:
@@ -198,6 +216,10 @@ def main() -> None:
                     f"{memory[variant]:>8.2f}",
                     flush=True,
                 )
+            record += [
+                {**row, "gib": round(memory[row["variant"]], 2)}
+                for row in recorded(found, list(VARIANTS), rows, size)
+            ]
             lazy[rows, size] = statistics.median(found["lazy cowclip"].elapsed)
             for a, b in RATIOS:
                 print(f"  {a} / {b}: {ratio(found, a, b)}")
@@ -209,6 +231,8 @@ def main() -> None:
                 f"{extra[1]:.2f} GiB = {share}",
                 flush=True,
             )
+    if arguments.record:
+        save_record(record)
     if len(arguments.rows) > 1:
         few, many = min(arguments.rows), max(arguments.rows)
         for size in arguments.batches:
