@@ -68,27 +68,19 @@ def flipped(path: Path, at: int) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "found"),
     [
-        ("empty", Path.unlink, "which is gone"),
-        ("empty", lambda p: p.write_bytes(b"x"), "of 1 bytes, which had 0"),
-        ("inside/.hidden/text", lambda p: p.write_text("test"), "whose content has changed"),
-        ("inside", shutil.rmtree, "which is gone"),
-        ("large", lambda p: os.truncate(p, LARGE - 1), "which had 3,145,728"),
-        ("large", lambda p: flipped(p, 0), "whose content has changed"),
-        ("large", lambda p: flipped(p, LARGE - 1), "whose content has changed"),
+        ("empty", Path.unlink, "cannot be read (No such file or directory)"),
+        ("empty", lambda p: p.write_bytes(b"x"), "has changed (1 bytes; it had 0)"),
+        ("inside/.hidden/text", lambda p: p.write_text("test"), "has changed"),
+        ("inside", shutil.rmtree, "cannot be read (No such file or directory)"),
+        ("large", lambda p: os.truncate(p, LARGE - 1), "it had 3,145,728"),
+        ("large", lambda p: flipped(p, 0), "has changed"),
+        ("large", lambda p: flipped(p, LARGE - 1), "has changed"),
     ],
 )
 def test_what_changed_is_named(folder, manifest, name, damage, found):
     damage(folder / name)
     with pytest.raises(UserError, match="^a folder must keep every file as it was written") as info:
         check(folder, manifest)
-    assert f"Received: {folder / name}" in str(info.value)
+    assert f"written. {folder / name} " in str(info.value)
     assert found in str(info.value)
     assert str(info.value).endswith(". Write it again")
-
-
-def test_a_new_file_is_named(folder, manifest):
-    for name in (".hidden", "new"):
-        (folder / "inside" / name).touch()
-    check(folder, manifest)
-    with pytest.raises(UserError, match="no other files in inside. Received: .*/inside/new,"):
-        check_manifest(folder, manifest, "a folder", "Write it again", ["inside"])

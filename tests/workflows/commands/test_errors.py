@@ -56,7 +56,7 @@ REFUSED = {
     # Arguments that do not parse
     "": "Missing command. See … merlin-cowclip --help",
     "train DATA": "train needs --out",
-    f"{TRAIN} more": "no folder 'more'",
+    f"{TRAIN} more": "more is not a folder that prepare or adopt wrote",
     f"{TRAIN} --epochs ten": "'--epochs': 'ten' is not a valid integer",
     f"{TRAIN} --mlp 400;400": "'--mlp': must be whole numbers … '400;400'",
     "evaluate": "Missing argument 'RUN'",
@@ -69,7 +69,6 @@ REFUSED = {
     "predict RUN LOG": "Missing option '--out'",
     # frequencies
     "frequencies DATA --batch-sizes 9007199254740993": "from 1 to 9007199254740992",
-    "frequencies DATA --fields price": "'user', 'item' … 'price'",
     "frequencies DATA --out EMPTY": "must not exist … EMPTY",
     # train: the network, the batches, the end
     f"{TRAIN} --model ffm": "model must be one of lr, fm … 'ffm'",
@@ -88,11 +87,11 @@ REFUSED = {
     "train DATA --out EMPTY": "output folder must not exist … EMPTY … Name another",
     "train DATA --out FILE/run": "output folder must be in a folder that can be written",
     "train DATA --quiet --out run[1]": "without [ and  … TensorFlow … run[1] … Choose another",
-    "train NOWHERE --out OUT": "no folder 'NOWHERE' … that prepare or adopt wrote",
-    "train RUN --out OUT": "is not a whole prepared folder: cannot read prepare.json",
+    "train NOWHERE --out OUT": "NOWHERE is not a folder that prepare or adopt wrote",
+    "train RUN --out OUT": "not a folder that prepare or adopt wrote: cannot read prepare.json",
     f"{TRAIN} --config NOWHERE": "--config must be a JSON file or a run folder",
     f"{TRAIN} --config EMPTY": "a run to resume must have its configuration",
-    f"{TRAIN} --tuned NOWHERE": "NOWHERE is no tuning study: no tune.json",
+    f"{TRAIN} --tuned NOWHERE": "NOWHERE is not a folder that tune wrote: cannot read tune.json",
     "train --resume NOWHERE": "must have its configuration … NOWHERE",
     "train --resume EMPTY": "a run to resume must have its configuration … config.json",
     "train --resume RUN --mlp 8": "goes with DATA, --epochs, --max-minutes, --log-to",
@@ -101,21 +100,20 @@ REFUSED = {
     f"{TUNE} --batch-size 64 --trials 0": "trials must be … 0",
     f"{TUNE} --batch-size 64 --budget nan": "budget must be positive minutes … nan",
     f"{TUNE} --batch-size 64": "has no validation part. Prepare it again with --valid 0.1",
-    f"{TUNE} --batch-size 64 --base NOWHERE": "NOWHERE is no tuning study",
+    f"{TUNE} --batch-size 64 --base NOWHERE": "NOWHERE is not a folder that tune wrote",
     f"{TUNE} --batch-size 64 --base NOWHERE --l2 1": "--base excludes the other … Leave one out",
-    "tune DATA --batch-size 64 --quiet --out RUN": "no tuning study: … or a new folder",
+    "tune DATA --batch-size 64 --quiet --out RUN": "not a folder that tune wrote",
     # sweep, batch-size, report
     "sweep DATA LOG --out OUT": "cannot read the grid LOG",
-    "sweep DATA paper:table3 --out OUT": "no grid 'paper:table3' … table1, table12, table2",
     "sweep DATA GRID --out EMPTY": "must be new … EMPTY is neither … Name another folder",
-    f"{SIZES}64 --tuned NOWHERE": "NOWHERE is no tuning study",
+    f"{SIZES}64 --tuned NOWHERE": "NOWHERE is not a folder that tune wrote",
     f"{SIZES}64": "Missing option '--tuned'",
-    "report NOWHERE": "no folder 'NOWHERE' … Name a sweep",
+    "report NOWHERE": "NOWHERE is not a folder that train wrote",
     "report RUN --out FILE": "output file must not exist … FILE … Name another",
-    "report EMPTY": "a run must be a folder that train wrote … EMPTY",
+    "report EMPTY": "EMPTY is not a folder that train wrote",
     # evaluate, predict, export
-    "evaluate EMPTY": "a run must be a folder that train wrote … EMPTY",
-    "evaluate DATA RUN": "a run must be a folder that train wrote",
+    "evaluate EMPTY": "EMPTY is not a folder that train wrote",
+    "evaluate DATA RUN": "is not a folder that train wrote",
     "evaluate RUN NOWHERE": "no input file found … NOWHERE",
     "evaluate RUN DATA --raw": "--raw needs raw logs, and this is prepared data",
     "evaluate RUN LOG --batch-size 0": "batch size must be … 0",
@@ -123,7 +121,7 @@ REFUSED = {
     "export RUN --out EMPTY": "output folder must not exist … EMPTY … Name another",
     "export RUN": "export needs --out REPOSITORY, or only --rare P",
     "export RUN --out OUT --drop-rare 100": "between 0 and 100 % … 100.0",
-    "export RUN --rare 1 --data NOWHERE": "no folder 'NOWHERE' … that prepare or adopt wrote",
+    "export RUN --rare 1 --data NOWHERE": "NOWHERE is not a folder that prepare or adopt wrote",
     **dict.fromkeys(  # no command writes to a URL
         (
             "prepare criteo LOG --out s3://b/out",
@@ -300,20 +298,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unfinished": (lambda r: (r / "result.json").unlink(), "did not finish … --resume"),
     "no JSON": (
         lambda r: (r / "result.json").write_text("{"),
-        "JSON as it was … Train again",
+        "cannot read result.json … or write it again",
     ),
-    "to come": (result(lambda r: r.update(format=99)), "format 99 instead of 3 … Train again"),
-    "no value": (result(lambda r: r.pop("manifest")), "as it was … manifest … Train again"),
-    "no graph": (lambda r: (r / GRAPH).unlink(), f"{KEPT} … {GRAPH} … gone"),
+    "to come": (result(lambda r: r.update(format=99)), "format 99 instead of 3. Write it again"),
+    "no graph": (lambda r: (r / GRAPH).unlink(), f"{KEPT} … {GRAPH} cannot be read … Train again"),
     "half its weights": (
         lambda r: os.truncate(next(r.glob("checkpoints/step-*/state.data-*")), 100),
         "checkpoints/step-0000000003/state is damaged",
     ),
     "a failed run": (
         lambda r: (r / "result.json").rename(r / "failed.json").write_text('{"error": "no disk"}'),
-        "run failed: no disk. Train again, or: merlin-cowclip train --resume",
+        "run did not finish: no disk. Resume it: merlin-cowclip train --resume",
     ),
-    "a bit": (changed(ITEMS), f"{KEPT} … {ITEMS} … content"),
+    "a bit": (changed(ITEMS), f"{KEPT} … {ITEMS} has changed"),
 }
 
 
@@ -474,7 +471,7 @@ def test_what_was_tuned(toy_data, tuned, tmp_path):
             {"columns": {**record["columns"], "label": "z"}},
             "has label 'y', and … was tuned with 'z'",
         ),
-        ({"format": 99}, "is a tuning study of format 99"),
+        ({"format": 99}, "tune.json has format 99"),
     ):
         (tuned / "tune.json").write_text(json.dumps({**record, **change}))
         check(argv, words, tmp_path)

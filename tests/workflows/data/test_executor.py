@@ -152,7 +152,7 @@ def test_a_killed_job_leaves_nothing_that_passes_for_whole(tmp_path):
     process.wait()
     assert not (tmp_path / "out").exists()
     (partial,) = tmp_path.glob(".out.partial-*")
-    with pytest.raises(UserError, match="not a whole prepared folder"):
+    with pytest.raises(UserError, match="not a folder that prepare or adopt wrote"):
         PreparedData.open(partial)
     wait_for(lambda: not any(worker.is_running() for worker in workers))
 

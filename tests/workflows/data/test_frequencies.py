@@ -113,7 +113,6 @@ def summary_by_hand(counts: np.ndarray, rows: int) -> dict[str, float]:
 def test_summary(data, found):
     summary = pd.read_parquet(found.path / "summary.parquet")
     pd.testing.assert_frame_equal(summary, found.summary)
-    assert (found.path / "frequencies.png").read_bytes().startswith(b"\x89PNG")
     assert summary["field"].tolist() == [*SPEC.ids, None]
     columns = [raw_ids(data, field).value_counts().to_numpy() for field in SPEC.ids]
     for counts, (_, row) in zip(
@@ -159,18 +158,6 @@ def test_a_threshold_leaves_unknown_ids_that_count_as_one(log, data, tmp_path):
     few = counts[(counts < 20) & (counts.index != "missing")]
     assert summary.loc["user", "ids"] == len(counts) - len(few) + 1
     assert summary.loc["user", "occurrences"] == counts.sum()
-
-
-def test_panels_show_the_counts():
-    counts = {"a $b$": np.array([1, 7, 0, 40, 7, 1, 1])}
-    (panel,) = module.plot(counts, 57, [8, 2, 16]).axes
-    assert panel.get_title() == "a $b$: 6 ids"
-    assert panel.get_yscale() == "log"
-    curve, *lines = panel.lines
-    assert curve.get_xdata().tolist() == [0, 1, 3, 6]
-    assert curve.get_ydata().tolist() == [40, 7, 1, 1]
-    assert [line.get_ydata()[0] for line in lines] == [57 / 2, 57 / 16]
-    assert [text.get_text() for text in panel.texts] == ["P = 1/2", "P = 1/16"]
 
 
 # Refused

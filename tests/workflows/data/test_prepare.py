@@ -499,7 +499,7 @@ def test_an_interruption_leaves_nothing(tmp_path, log, monkeypatch, step):
 
 
 def test_a_folder_that_is_not_whole_is_refused(tmp_path, prepared):
-    with pytest.raises(UserError, match="not a whole prepared folder"):
+    with pytest.raises(UserError, match="not a folder that prepare or adopt wrote"):
         PreparedData.open(tmp_path)
     (tmp_path / "prepare.json").write_text('{"format": 99}')
     with pytest.raises(UserError, match=r"prepare.json has format 99 instead of 4"):

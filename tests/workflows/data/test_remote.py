@@ -17,7 +17,6 @@ from merlin_cowclip.workflows.data.adopt.validate import open_files
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import file_state
 from merlin_cowclip.workflows.data.sources import csv
-from merlin_cowclip.workflows.data.sources.base import unchanged
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.sources.files import expand_paths
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
@@ -237,14 +236,6 @@ def test_a_connection_that_breaks(web, monkeypatch):
     handler.ranges = None  # as Python's server is
     with pytest.raises(UserError, match=f"{address}/log.csv: .*support range requests"):
         list(log.batches(chunks[1]))
-
-
-def test_a_file_that_changes(bucket):
-    bucket("changing.csv", TEXT)
-    log = source(bucket.url("changing.csv"))
-    message = "changing.csv.*was modified while it was being read"
-    with pytest.raises(UserError, match=message), unchanged([log]):
-        bucket("changing.csv", TEXT + b"1,x,2\n")
 
 
 def test_adopted_parquet(bucket):

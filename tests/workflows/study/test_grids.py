@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from merlin_cowclip.plugins.scaling import SCALING_RULES, K
-from merlin_cowclip.workflows.commands.studying import _PAPER, configurations, read_grid
+from merlin_cowclip.workflows.commands.studying import configurations, read_grid
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 CRITEO = SimpleNamespace(spec=SimpleNamespace(name="criteo"), path=Path("data"))
+PAPER = Path(__file__).parents[3] / "benchmarks" / "paper"
 RECORDED = Path(__file__).with_name("paper-runs.npz")
 """Every run of each study, as the version had them that wrote the studies in Python."""
 STUDIES = {
@@ -33,11 +34,12 @@ STUDIES = {
 def of(text: str, tmp_path: Path) -> list[TrainConfig]:
     file = tmp_path / "grid.toml"
     file.write_text(text)
-    return configurations(read_grid(str(file)), CRITEO, str(file))
+    return configurations(read_grid(file), CRITEO, file)
 
 
 def paper(name: str) -> list[TrainConfig]:
-    return configurations(read_grid(f"paper:{name}"), CRITEO, name)
+    file = PAPER / f"{name}.toml"
+    return configurations(read_grid(file), CRITEO, file)
 
 
 def test_a_grid(tmp_path):
@@ -114,12 +116,3 @@ def test_the_equal_protocol_scales_and_changes_nothing_else():
     names = ("base_batch_size", "dense_lr", "embedding_lr", "l2", "init_stddev", "warmup_epochs")
     names += ("clip", "clip_ratio", "clip_floor")
     assert len({tuple(getattr(config, name) for name in names) for config in found}) == 1
-
-
-def test_grids_of_the_paper_need_a_checkout(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="no grid 'paper:table3'. .* table1, table12, table2"):
-        read_grid("paper:table3")
-    assert len(list(_PAPER.glob("*.toml"))) == len(STUDIES) + 1
-    monkeypatch.setattr("merlin_cowclip.workflows.commands.studying._PAPER", tmp_path)
-    with pytest.raises(UserError, match="this installation has none. Clone the repository"):
-        read_grid("paper:table2")

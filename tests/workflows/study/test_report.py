@@ -175,7 +175,7 @@ def test_sweeps_on_other_data_are_compared(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_reported_is_refused(tmp_path):
-    with pytest.raises(UserError, match="a run must be a folder that train wrote"):
+    with pytest.raises(UserError, match="not a folder that train wrote"):
         report(tmp_path)
     out = swept(tmp_path / "out")
     for path in out.glob("runs/*/result.json"):

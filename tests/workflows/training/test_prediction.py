@@ -478,9 +478,7 @@ def test_a_workflow_that_drops_a_row_is_refused(stock, tmp_path, monkeypatch):
         + (rows["weeks"] >> ops.Normalize() >> ops.Rename(name="a_week"))
     )
     workflow.fit(nvt.Dataset(log)).save(str(tmp_path / "workflow"))
-    monkeypatch.setattr(
-        Run, "workflow", lambda *_, trust=False: nvt.Workflow.load(str(tmp_path / "workflow"))
-    )
+    monkeypatch.setattr(Run, "workflow", lambda *_: nvt.Workflow.load(str(tmp_path / "workflow")))
     words = r"returned 69 rows for 70, so scores cannot be matched to rows: .*0.parqu"
     with pytest.raises(UserError, match=words):
         predict_logs(run, [tmp_path / "0.parquet"], tmp_path / "out.parquet", raw=True)
@@ -490,44 +488,21 @@ def test_a_workflow_that_drops_a_row_is_refused(stock, tmp_path, monkeypatch):
 # Files that run code
 
 
-@pytest.fixture
-def run_folder(shop, tmp_path) -> Path:
-    return Path(shutil.copytree(shop.run.path, tmp_path / "run"))
-
-
-def test_a_workflow_loads_where_the_manifest_confirms_it_or_it_is_trusted(
-    run_folder, shop, tmp_path, capsys
-):
-    run = Run.open(run_folder)
-    assert run.workflow().output_schema
-    (run_folder / "workflow" / "more.py").touch()
-    with pytest.raises(UserError, match="no other files in workflow. Received: .*more.py"):
-        run.workflow()
-    (run_folder / "workflow" / "more.py").unlink()
-    path = run_folder / "workflow" / "metadata.json"
+def test_a_changed_workflow_is_not_loaded(shop, tmp_path, capsys):
+    run = Path(shutil.copytree(shop.run.path, tmp_path / "run"))
+    assert Run.open(run).workflow().output_schema
+    path = run / "workflow" / "metadata.json"
     path.write_text(path.read_text() + " ")
-    rule = r"a run must keep every file as it was written. Received: .*metadata.json"
-    with pytest.raises(UserError, match=rule + r".*whose code loading it runs: workflow\(trust=T"):
-        run.workflow()
-    assert run.workflow(trust=True).output_schema
-    argv = ["predict", run_folder, shop.raw, "--out", tmp_path / "a.parquet"]
-    assert main(list(map(str, argv))) == 2
-    assert "--trust-workflow" in capsys.readouterr().err
-    assert main(list(map(str, [*argv, "--trust-workflow"]))) == 0
-    assert capsys.readouterr().out == (
-        f"500 rows, by the last checkpoint, epoch 1 of 1: {tmp_path / 'a.parquet'}\n"
-    )
-    assert main(list(map(str, ["evaluate", run_folder, shop.raw, "--trust-workflow"]))) == 0
-    assert capsys.readouterr().out.startswith("AUC 0.")
+    assert main(["predict", str(run), str(shop.raw), "--out", str(tmp_path / "a.parquet")]) == 2
+    assert f"a run must keep every file as it was written. {path} has" in capsys.readouterr().err
 
 
 def test_a_prepared_folders_workflow_as_well(shop, tmp_path):
-    data = PreparedData.open(shutil.copytree(shop.data.path, tmp_path / "data"))
-    path = data.path / "workflow" / "workflow.pkl"
+    path = Path(shutil.copytree(shop.data.path, tmp_path / "data")) / "workflow" / "workflow.pkl"
+    assert PreparedData.open(tmp_path / "data").workflow().output_schema
     path.write_bytes(path.read_bytes() + b" ")
-    with pytest.raises(UserError, match="prepared data must keep every .*workflow.pkl.*trust=True"):
-        data.workflow()
-    assert data.workflow(trust=True).output_schema
+    with pytest.raises(UserError, match="prepared data must keep every .*workflow.pkl has changed"):
+        PreparedData.open(tmp_path / "data")
 
 
 def test_a_large_pickle_is_confirmed_whole(tmp_path):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.plugins._checks import check_path
-from merlin_cowclip.workflows.errors import BusyError, UserError
+from merlin_cowclip.workflows.errors import BusyError, UserError, clipped
 
 LOCK = ".lock"  # in a folder that processes share, or that one trains
 
@@ -149,6 +149,23 @@ def replacing(path: Path) -> Iterator[Path]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read what `write_json` wrote; an OSError or ValueError if it is not there or no JSON."""
     return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def read_record(folder: Path, name: str, version: int, what: str) -> dict[str, Any]:
+    """Read the JSON record of a folder; raises UserError unless it is ``what``, of this version."""
+    try:
+        record = read_json(folder / name)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{folder} is not {what}: cannot read {name}: {clipped(str(error))}. Name another, or "
+            "write it again"
+        ) from None
+    if record.get("format") != version:
+        raise UserError(
+            f"{folder / name} has format {record.get('format')!r} instead of {version}. Write it "
+            "again with this version"
+        )
+    return record
 
 
 def write_json(path: Path, content: Any) -> None:

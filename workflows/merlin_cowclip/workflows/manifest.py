@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +49,15 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 
 def check_manifest(
-    folder: Path,
-    manifest: Mapping[str, Mapping[str, Any]],
-    what: str,
-    remedy: str,
-    whole: Iterable[str] = (),
+    folder: Path, manifest: Mapping[str, Mapping[str, Any]], what: str, remedy: str
 ) -> None:
-    """Refuse a folder in which a file is not as the manifest says.
+    """Raise UserError for the first file of a manifest that is gone, changed or cannot be read.
 
     Args:
-        folder: where the files lie now.
+        folder: where the files are now.
         manifest: as `manifest_of` made it.
-        what: whose files, for the sentence: "prepared data".
-        remedy: the sentence's end: "Prepare it again".
-        whole: folders in it in which there must be no other files, but hidden ones.
-
-    Raises:
-        UserError: names the first file that is gone, cannot be read, has changed, or is new.
+        what: the kind of folder, for the error: "prepared data".
+        remedy: the end of the error: "Prepare it again".
     """
     for name, entry in manifest.items():
         path = folder / name
@@ -73,23 +65,10 @@ def check_manifest(
             size = path.stat().st_size
             if size == entry["bytes"] and checksum(path) == entry["sha256"]:
                 continue
-            found = "whose content has changed"
-            if size != entry["bytes"]:
-                found = f"of {size:,} bytes, which had {entry['bytes']:,}"
-        except FileNotFoundError:
-            found = "which is gone"
+            change = f"has changed ({size:,} bytes; it had {entry['bytes']:,})"
         except OSError as error:
-            found = f"which cannot be read ({error.strerror})"
-        raise UserError(
-            f"{what} must keep every file as it was written. Received: {path}, {found}. {remedy}"
-        )
-    for inner in whole:
-        for path in sorted((folder / inner).rglob("[!.]*")):
-            if path.is_file() and path.relative_to(folder).as_posix() not in manifest:
-                raise UserError(
-                    f"{what} must have no other files in {inner}. Received: {path}, which its "
-                    f"manifest does not name. Remove it. {remedy}"
-                )
+            change = f"cannot be read ({error.strerror})"
+        raise UserError(f"{what} must keep every file as it was written. {path} {change}. {remedy}")
 
 
 def checksum(path: Path) -> str:

@@ -172,22 +172,16 @@ def _most(numbers: Mapping[str, float], form: str = ",") -> str:
 @argument("data", type=PATH)
 @option("--out", type=PATH, help="folder to write", shown="DATA/frequencies")
 @option("--batch-sizes", type=SIZES, help="in samples", shown="1024 to 131072")
-@option("--fields", many=True, metavar="FIELD...", help="of the figure", shown="three")
-def frequencies(
-    data: Path,
-    out: Path | None,
-    batch_sizes: list[int] | None,
-    fields: tuple[str, ...],
-) -> None:
+def frequencies(data: Path, out: Path | None, batch_sizes: list[int] | None) -> None:
     """Show how often ids occur, and which are rare.
 
-    Writes summary.parquet (a field per row) and frequencies.png (Figure 3).
+    Writes summary.parquet (a field per row).
     """
     from merlin_cowclip.workflows.data.frequencies import BATCH_SIZES, frequencies
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
     opened = PreparedData.open(data)
-    found = frequencies(opened, out, batch_sizes=batch_sizes or BATCH_SIZES, fields=fields)
+    found = frequencies(opened, out, batch_sizes=batch_sizes or BATCH_SIZES)
     print(found.table())
     print(
         "ids: in the training rows as encoded, where all missing values are one id.\n"

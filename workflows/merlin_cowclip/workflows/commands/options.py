@@ -201,11 +201,6 @@ def argument(name: str, **more: Any) -> Decorator:
 
 quiet = option("--quiet", is_flag=True, help="no progress bars, and only the last line")
 as_json = option("--json", is_flag=True, help="print only the result, as JSON")
-trust_workflow = option(
-    "--trust-workflow",
-    is_flag=True,
-    help="load the run's workflow (this runs its code) even if the manifest does not confirm it",
-)
 
 
 def fields(cls: type, *names: str, group: str = "", **shown: str) -> Decorator:

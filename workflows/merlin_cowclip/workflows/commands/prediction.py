@@ -19,7 +19,6 @@ from merlin_cowclip.workflows.commands.options import (
     option,
     print_json,
     quiet,
-    trust_workflow,
 )
 from merlin_cowclip.workflows.errors import UserError
 
@@ -46,7 +45,7 @@ def said_of(run: Run, which: str | None) -> str:
 
 def _scoring(function: Callable[..., Any]) -> Callable[..., Any]:
     for one in (
-        *(quiet, trust_workflow, checkpoint),
+        *(quiet, checkpoint),
         option("--batch-size", type=SIZE, default=8192, help="rows predicted at a time"),
         option(
             "--raw",
@@ -72,7 +71,7 @@ def evaluate(run: Path, data: tuple[str, ...], raw: bool, quiet: bool, **options
     from merlin_cowclip.workflows.data.prepared_data import RECORD, PreparedData
     from merlin_cowclip.workflows.training.runs import Run
 
-    as_json, opened = options.pop("json"), Run.open(run, trust_workflow=options["trust_workflow"])
+    as_json, opened = options.pop("json"), Run.open(run)
     name = RECORD if opened.is_adopted else "."
     if not data or (len(data) == 1 and os.path.exists(os.path.join(data[0], name))):
         if raw:
@@ -117,7 +116,7 @@ def predict(run: Path, input: tuple[str, ...], out: Path, quiet: bool, **options
     """
     from merlin_cowclip.workflows.training.runs import Run
 
-    opened = Run.open(run, trust_workflow=options["trust_workflow"])
+    opened = Run.open(run)
     from merlin_cowclip.workflows.training.prediction import predict_logs
 
     rows = predict_logs(opened, input, out, progress=not quiet, **options)

@@ -15,7 +15,6 @@ from merlin_cowclip.workflows.commands.options import (
     argument,
     option,
     quiet,
-    trust_workflow,
 )
 from merlin_cowclip.workflows.commands.prediction import checkpoint, said_of
 from merlin_cowclip.workflows.errors import UserError
@@ -47,7 +46,6 @@ from merlin_cowclip.workflows.errors import UserError
 )
 @option("--data", type=PATH, help="the run's data, for --rare and --drop-rare, if it has moved")
 @checkpoint
-@trust_workflow
 @quiet
 def export(
     run: Path,
@@ -71,7 +69,7 @@ def export(
         raise UserError("export needs --out REPOSITORY, or only --rare P for a report")
     if out is not None:
         refuse_existing(out)
-    opened = Run.open(run, trust_workflow=options["trust_workflow"])
+    opened = Run.open(run)
     both: dict[str, Any] = {"which": options.pop("which"), "progress": not quiet}
     both["data"] = None if data is None else PreparedData.open(data)
     from merlin_cowclip.workflows.serving.export import export

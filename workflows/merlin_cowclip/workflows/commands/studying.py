@@ -51,7 +51,6 @@ _SEARCH, _BASE = "The search", "A base, from which every rule predicts"
 _search = functools.partial(option, group=_SEARCH)
 
 
-_PAPER = Path(__file__).parents[4] / "benchmarks" / "paper"  # in a checkout
 _KINDS: dict[str, Any] = {
     **{field.name: TYPES.get(field.metadata["kind"]) for field in dataclasses.fields(TrainConfig)},
     **{"tuned": PATH, "config": PATH, "preset": click.STRING},
@@ -61,17 +60,16 @@ _KINDS: dict[str, Any] = {
 
 @click.command(cls=Command, example="sweep data grid.toml --out sweep")
 @argument("data", type=PATH)
-@argument("grid", metavar="GRID.toml|paper:NAME")
+@argument("grid", type=PATH, metavar="GRID.toml")
 @path("--out", "SWEEP", "folder of the runs", required=True)
 @as_json
 @quiet
-def sweep(data: Path, grid: str, out: Path, **values: Any) -> None:
+def sweep(data: Path, grid: Path, out: Path, **values: Any) -> None:
     """Train all runs of a grid, and print their table.
 
     GRID.toml has the tables [fixed], options of every run, [grid], a list of values for each
     option, and [[points]], options that change together. Their names are the options of train.
-    paper:NAME is a grid of benchmarks/paper. Run it again to resume it, or with another grid, which
-    shares runs of the same configuration.
+    Run it again to resume it, or with another grid, which shares runs of the same configuration.
     """
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
@@ -87,17 +85,8 @@ def sweep(data: Path, grid: str, out: Path, **values: Any) -> None:
     print_json(found.to_list()) if values["json"] else print(format_table(*found.table()))
 
 
-def read_grid(grid: str) -> list[dict[str, Any]]:
+def read_grid(file: Path) -> list[dict[str, Any]]:
     """The options of the runs of a grid, by name as `train` takes them."""
-    file = Path(grid)
-    if grid.startswith("paper:"):
-        file = _PAPER / f"{grid.removeprefix('paper:')}.toml"
-        if not file.exists():
-            known = ", ".join(sorted(one.stem for one in _PAPER.glob("*.toml")))
-            raise UserError(
-                f"no grid '{grid}'. In a checkout, benchmarks/paper has "
-                f"{known or 'them; this installation has none. Clone the repository, or copy one'}"
-            )
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -119,7 +108,7 @@ def read_grid(grid: str) -> list[dict[str, Any]]:
 
 
 def configurations(
-    runs: Sequence[Mapping[str, Any]], data: PreparedData, grid: str
+    runs: Sequence[Mapping[str, Any]], data: PreparedData, grid: Path
 ) -> list[TrainConfig]:
     """What `train` makes of the options of each run, text as on the command line; each once."""
     none = {**dict.fromkeys([*_KINDS, "warm_start"]), "keep_optimizer": False}
@@ -186,8 +175,6 @@ def report(runs: Sequence[Path], out: Path | None) -> None:
 
     Runs are grouped by the options that differ, and paired by seed.
     """
-    if missing := [path for path in runs if not path.is_dir()]:
-        raise UserError(f"no folder '{missing[0]}'. Name a sweep's folder, or runs")
     from merlin_cowclip.workflows.study.report import report
 
     if out is not None:

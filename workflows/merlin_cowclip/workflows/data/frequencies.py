@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,6 @@ def frequencies(
     out: str | Path | None = None,
     *,
     batch_sizes: Sequence[int] = BATCH_SIZES,
-    fields: Sequence[str] | None = None,
     progress: bool = True,
 ) -> Frequencies:
     """Write how often the ids of every field occur in the training part.
@@ -64,15 +63,12 @@ def frequencies(
     ``top_k`` (share of occurrences of the k most frequent ids), ``ids_for_90`` (number of ids with
     90 % of the occurrences), ``rare_B`` (share of ids with P(id) < 1 / B for a batch size B in
     ``batch_sizes``) and ``in_batch_B`` (expected share of ids in a batch: the mean of
-    1 - (1 - P(id))^B). ``frequencies.png`` is Figure 3 (left) of ``fields``; by default those with
-    the fewest, the median and the most ids. Both are in ``out``; by default ``frequencies`` in the
-    prepared folder. Raises UserError for a bad argument, bad counts, or if the folder exists.
+    1 - (1 - P(id))^B). It is in ``out``; by default ``frequencies`` in the prepared folder. Raises
+    UserError for a bad batch size, bad counts, or if the folder exists.
     """
     out = data.path / "frequencies" if out is None else Path(out)
     for size in batch_sizes:
         check_whole("batch size", size, 1, 1 << 53)  # a float holds it
-    for field in fields or ():
-        data.check_field(field)
     sizes, rows = sorted({int(size) for size in batch_sizes}), data.rows["train"]
     with (
         all_or_nothing(out) as folder,
@@ -85,31 +81,7 @@ def frequencies(
         by_domain = np.concatenate([counts_of_ids(data, names) for names in data.domains])
         summary = pd.DataFrame([*lines, _summary(None, by_domain, rows, sizes)])
         summary.to_parquet(folder / "summary.parquet", index=False)
-        names = [line["field"] for line in sorted(lines, key=lambda line: line["ids"])]
-        panels = fields or dict.fromkeys(names[i] for i in (0, len(names) // 2, -1))
-        figure = plot({name: counts_of_ids(data, [name]) for name in panels}, rows, sizes)
-        figure.savefig(folder / "frequencies.png")
     return Frequencies(out, summary)
-
-
-def plot(counts: Mapping[str, np.ndarray], rows: int, batch_sizes: Sequence[int]) -> Any:
-    """Figure 3 (left): counts by rank; dashed lines at P(id) = 1/B of the least and largest B."""
-    from matplotlib.figure import Figure  # without pyplot and its global state
-
-    figure = Figure(figsize=(4 * len(counts), 3), dpi=150, layout="constrained")
-    panels = figure.subplots(1, len(counts), squeeze=False)[0]
-    for panel, (field, of_ids) in zip(panels, counts.items(), strict=True):
-        # Ids of one count are one step: as exact as a point per id, and never many.
-        found, ids = np.unique(-of_ids[of_ids > 0], return_counts=True)
-        edges = np.append(0, np.cumsum(ids))
-        panel.step(edges, -np.append(found, found[-1]), where="post")
-        panel.set(yscale="log", ylim=(0.5, 2 * max(rows, -found[0])))
-        panel.set(xlabel="id, by descending count", ylabel=f"count in {rows:,} rows")
-        panel.set_title(f"{field}: {edges[-1]:,} ids", parse_math=False)
-        for size in sorted({min(batch_sizes), max(batch_sizes)}):
-            panel.axhline(rows / size, color="tab:red", linestyle="--")
-            panel.text(edges[-1], rows / size, f"P = 1/{_short(size)}", ha="right", clip_on=True)
-    return figure
 
 
 def _summary(

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +13,7 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, quoted
-from merlin_cowclip.workflows.folders import package_versions, write_json
+from merlin_cowclip.workflows.folders import package_versions, read_record, write_json
 from merlin_cowclip.workflows.manifest import check_manifest, entry_of, manifest_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -49,28 +47,14 @@ class PreparedData:
     def open(cls, path: str | Path) -> PreparedData:
         """Open a folder and compare its files with the manifest; no row is read.
 
-        Raises UserError for another folder or version, and for a missing, new or changed file.
+        Raises UserError for another folder or version, and for a missing or changed file.
         """
         path = Path(path)
-        if not os.path.isdir(path):
-            raise UserError(
-                f"no folder '{path}'. DATA must be a folder that prepare or adopt wrote"
-            )
-        try:
-            record = json.loads((path / RECORD).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{path} is not a whole prepared folder: cannot read {RECORD}, which is written "
-                f"last: {error}. {_AGAIN}"
-            ) from None
-        if record.get("format") != FORMAT_VERSION:
-            raise UserError(
-                f"{path / RECORD} has format {record.get('format')!r} instead of {FORMAT_VERSION}. "
-                f"{_AGAIN} with this version"
-            )
-        check_manifest(path, record["manifest"], "prepared data", _AGAIN, PARTS)
-        for states in record.get("files", {}).values():
-            check_unchanged(states)
+        record = read_record(path, RECORD, FORMAT_VERSION, "a folder that prepare or adopt wrote")
+        check_manifest(path, record["manifest"], "prepared data", _AGAIN)
+        for files in record.get("files", {}).values():
+            manifest = {file["path"]: file for file in files}
+            check_manifest(Path("/"), manifest, "adopted parquet", _ADOPT_AGAIN)
         return cls(path, DatasetSpec.from_dict(record["spec"]), record)
 
     @classmethod
@@ -198,10 +182,9 @@ class PreparedData:
     def report(self) -> dict[str, Any]:
         """Rows and clicks by part, and statistics by field.
 
-        Ids: occurrences in the training part, distinct ids, occurrences of missing ids and of
-        those below the threshold, ``new`` ids of a grown vocabulary; in the held-out parts also
-        of ids without an embedding (``valid_unknown``, ``test_unknown``). Numbers: range, mean,
-        missing and not finite ones (``not_finite``, in all parts), and held-out ones out of range.
+        Ids, in the training part: occurrences, distinct ids, occurrences of missing ids and of
+        those below the threshold, ``new`` ids of a grown vocabulary. Numbers: range, mean, missing
+        ones, and those not finite in all parts (``not_finite``).
         """
         return dict(self.record["report"])
 
@@ -234,16 +217,13 @@ class PreparedData:
         if field not in self.spec.ids:
             raise UserError(f"field must be one of {quoted(self.spec.ids)}. Received: {field!r}")
 
-    def workflow(self, *, trust: bool = False) -> Any:
+    def workflow(self) -> Any:
         """The fitted ``nvtabular.Workflow``; loading it runs code from the folder (cloudpickle).
 
-        Raises UserError if it does not load here, or if the manifest does not confirm its files:
-        ``trust`` loads it all the same.
+        Raises UserError if it does not load here.
         """
         from merlin_cowclip.workflows.data.adopt.graph import load_saved
 
-        if not trust:
-            check_workflow(self.path, self.record["manifest"], "prepared data", f"{_AGAIN}.")
         return load_saved(self.path / WORKFLOW)
 
 
@@ -260,28 +240,6 @@ def file_state(path: str | Path) -> dict[str, Any]:
     if isinstance(path, str):
         raise UserError(f"adopted parquet must be local. Received: {path}. Copy it first")
     return {"path": str(path), **entry_of(path)}
-
-
-def check_unchanged(states: Iterable[Mapping[str, Any]]) -> None:
-    """Raise UserError if adopted parquet has not the fingerprints that `file_state` took."""
-    manifest = {state["path"]: state for state in states}
-    check_manifest(Path("/"), manifest, "adopted parquet", _ADOPT_AGAIN)
-
-
-def check_workflow(
-    home: Path,
-    manifest: Mapping[str, Mapping[str, Any]],
-    what: str,
-    again: str,
-    trust: str = "workflow(trust=True)",
-) -> None:
-    """Raise UserError if a file of ``home/workflow`` is not as in the manifest.
-
-    ``what`` is the folder's kind ("a run"), ``again`` the remedy, ``trust`` how to load it anyway.
-    """
-    members = {name: m for name, m in manifest.items() if name.startswith(f"{WORKFLOW}/")}
-    remedy = f"{again} Or, if you trust it all the same, whose code loading it runs: {trust}"
-    check_manifest(home, members, what, remedy, [WORKFLOW])
 
 
 def domains_of(

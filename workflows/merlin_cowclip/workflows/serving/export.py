@@ -45,7 +45,6 @@ def export(
     drop_rare: float | None = None,
     data: PreparedData | None = None,
     check_raw: str | Path | Sequence[str | Path] | None = None,
-    trust_workflow: bool = False,
     progress: bool = True,
 ) -> Repository:
     """Write a Triton model repository: raw rows without the label in, probabilities out.
@@ -60,7 +59,6 @@ def export(
       check_raw: raw rows, as `predict` reads them. The first 10,000, sent as a server gets them,
         alone and joined, must get `predict`'s probabilities; with `drop_rare`, those of rows whose
         rare ids are unknown. Rows with missing integers are left out.
-      trust_workflow: load the workflow even if the run's manifest does not confirm it.
       progress: show a progress bar on stderr.
 
     Raises:
@@ -77,11 +75,11 @@ def export(
     with progress_bar("export", 3, " steps", show=progress) as bar:
         spec = run.spec()
         if run.is_adopted:
-            inference = run.inference(trust=trust_workflow)
+            inference = run.inference()
             workflow = inference.workflow
             kinds = {name: inference.types[name] for name in inference.required}
         else:
-            workflow = run.workflow(trust=trust_workflow).remove_inputs([spec.label])
+            workflow = run.workflow().remove_inputs([spec.label])
             kinds = {
                 name: pa.float64() if of is float else None for name, of in spec.raw_columns.items()
             }
@@ -117,7 +115,7 @@ def export(
             )
             if check_raw is not None:
                 complete = model if rare is None else run.model(which)
-                _check_raw(run, complete, rare, Repository.open(folder), check_raw, trust_workflow)
+                _check_raw(run, complete, rare, Repository.open(folder), check_raw)
         bar.update()
     return Repository.open(out)
 
@@ -159,11 +157,11 @@ def _config(inputs: Mapping[str, str]) -> str:
 
 
 def _check_raw(
-    run: Run, model: Any, rare: RareIds | None, exported: Repository, inputs: Any, trust: bool
+    run: Run, model: Any, rare: RareIds | None, exported: Repository, inputs: Any
 ) -> None:
     """Refuse a repository that answers other probabilities than `predict` writes."""
     given = [inputs] if isinstance(inputs, str | Path) else inputs
-    incoming = open_raw_inputs(run, given, raw=run.is_adopted, trust_workflow=trust)
+    incoming = open_raw_inputs(run, given, raw=run.is_adopted)
     predictor, served, spec, checked = Predictor(model), exported.load(), run.spec(), 0
     for batch, encoded in incoming.pieces(int):
         batch, encoded = (rows.slice(0, CHECKED_ROWS - checked) for rows in (batch, encoded))

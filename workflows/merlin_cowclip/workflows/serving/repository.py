@@ -24,7 +24,6 @@ from merlin_cowclip.workflows.serving.served_model import TEXT, ServedModel
 ENTRY = "executor_model"  # the model that clients call
 RECORD, VERSION = f"{ENTRY}/export.json", f"{ENTRY}/1"
 FORMAT = 3
-_AGAIN = "Export the run again"
 
 
 @dataclass(frozen=True)
@@ -39,26 +38,17 @@ class Repository:
 
     @classmethod
     def open(cls, path: str | Path) -> Repository:
-        """Open a folder that `export` wrote; UserError for another folder, or an older version."""
+        """Open a folder that `export` wrote.
+
+        Raises UserError for another folder, an older version, or a file that changed.
+        """
         path = Path(path)
-        try:
-            record = folders.read_json(path / RECORD)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} is not a model repository: {error!r}. {_AGAIN}") from None
-        if (found := record.get("format")) != FORMAT:
-            raise UserError(f"{path} has format {found!r}, not {FORMAT}, of this version. {_AGAIN}")
+        record = folders.read_record(path, RECORD, FORMAT, "a folder that export wrote")
+        check_manifest(path, record["manifest"], "a model repository", "Export the run again")
         return cls(path, record)
 
-    def load(self, *, trust: bool = False) -> ServedModel:
-        """The model as a server runs it. Loading runs code from the folder (cloudpickle).
-
-        Raises UserError if the manifest does not confirm every file, unless `trust`.
-        """
-        if not trust:
-            remedy = f"{_AGAIN}, or, if you trust its code: load(trust=True)"
-            whole = [f"{VERSION}/{folder}" for folder in served_model.FOLDERS]  # others have caches
-            manifest = self.record["manifest"]
-            check_manifest(self.path, manifest, "a model repository", remedy, whole)
+    def load(self) -> ServedModel:
+        """The model as a server runs it. Loading runs code from the folder (cloudpickle)."""
         return ServedModel(self.path / VERSION)
 
     def request(self, rows: pd.DataFrame | pa.Table) -> dict[str, np.ndarray]:
@@ -102,10 +92,9 @@ class Repository:
             raise UserError(f"{where} has a missing value, which {kind} cannot be. Fill it")
         return {key: column.to_numpy(zero_copy_only=False), **tensors}
 
-    def predict(self, frame: pd.DataFrame, *, trust: bool = False) -> np.ndarray:
+    def predict(self, frame: pd.DataFrame) -> np.ndarray:
         """Probabilities of raw rows, n float32, as a server answers their `request`.
 
-        Each call loads the repository. Raises UserError as `request` and `load`, or for a bad row.
+        Each call loads the repository. Raises UserError as `request`, or for a bad row.
         """
-        request = self.request(frame)
-        return served_model.probabilities(self.load(trust=trust).answers([request]))
+        return served_model.probabilities(self.load().answers([self.request(frame)]))

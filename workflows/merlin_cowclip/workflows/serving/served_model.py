@@ -21,7 +21,7 @@ from merlin_cowclip.workflows.serving.network import load_network, network_input
 from merlin_cowclip.workflows.serving.prepared_rows import PreparedRows
 from merlin_cowclip.workflows.training.rows import checked_rows, features_of
 
-FOLDERS = WORKFLOW, NETWORK = "workflow", "network"
+WORKFLOW, NETWORK = "workflow", "network"
 ROWS = "rows.npz"  # by field: for each id the row of the smaller table, if rare ids were dropped
 TEXT = pa.binary()
 TYPES = {  # Triton's

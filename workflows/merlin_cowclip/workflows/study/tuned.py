@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.plugins._text import format_table
+from merlin_cowclip.workflows import folders
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError, clipped
-from merlin_cowclip.workflows.folders import read_json
 from merlin_cowclip.workflows.study.configuration import CHOICES, RANGES
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import columns_of
@@ -78,19 +78,8 @@ def check_resumable(out: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A study's `tune.json`; refuses another folder or format."""
-    record = _read(path / RECORD, "is no tuning study: no tune.json. Name a study or a new folder")
-    if (found := record.get("format")) != FORMAT_VERSION:
-        what = f"a tuning study of format {found!r}, and this version reads {FORMAT_VERSION}"
-        raise UserError(f"{path} is {what}. Tune again into another folder")
-    return record
-
-
-def _read(file: Path, reason: str) -> dict[str, Any]:
-    try:
-        return read_json(file)
-    except OSError:
-        raise UserError(f"{file.parent} {reason}") from None
+    """A study's `tune.json`; raises UserError for another folder or format."""
+    return folders.read_record(path, RECORD, FORMAT_VERSION, "a folder that tune wrote")
 
 
 @dataclass(frozen=True)
@@ -104,8 +93,11 @@ class Tuned:
     @classmethod
     def open(cls, path: str | Path) -> Tuned:
         """The folder that `tune` wrote; a UserError if it is none or not finished."""
-        path, how = Path(path), f"Resume it: merlin-cowclip tune DATA --out {path}"
-        return cls(path, read_record(path), _read(path / RESULT, f"did not end. {how}"))
+        path = Path(path)
+        record = read_record(path)
+        if not (path / RESULT).exists():
+            raise UserError(f"{path} did not end. Resume it: merlin-cowclip tune DATA --out {path}")
+        return cls(path, record, folders.read_json(path / RESULT))
 
     def train_config(self, data: PreparedData | None = None) -> TrainConfig:
         """The result: hyperparameters at its batch size (rule "none"), schedule and epochs.
@@ -118,7 +110,7 @@ class Tuned:
                     f"{data.path} has {name} {found!r}, and {self.path} was tuned with "
                     f"{tuned!r}. Tune on this data, or name the data that was tuned on"
                 )
-        return TrainConfig.from_dict(_read(self.path / TUNED, "has no result"))
+        return TrainConfig.from_dict(folders.read_json(self.path / TUNED))
 
     def tables(self) -> str:
         """The repeated trials, best first, with their hyperparameters."""

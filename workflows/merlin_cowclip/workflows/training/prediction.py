@@ -43,7 +43,6 @@ def predict_logs(
     batch_size: int = EVALUATION_BATCH,
     which: str | None = None,
     raw: bool = False,
-    trust_workflow: bool = False,
     progress: bool = True,
 ) -> int:
     """Write the probability of a click for every row of some files, all of them or nothing.
@@ -57,23 +56,21 @@ def predict_logs(
       batch_size: rows predicted at a time: a matter of speed and memory, but for the last digits.
       which: of the run's models, "last" or "best"; by default as of `Run.model`.
       raw: for a run on an adopted pipeline, whether the inputs are what its workflow reads instead.
-      trust_workflow: whether to run the workflow's code also where the run's manifest does not
-        confirm it.
       progress: show a progress bar on stderr.
 
     Returns:
       How many rows.
 
     Raises:
-      UserError: bad input, by its file and place; `out` exists or cannot be made; the workflow must
-        not be loaded, or cannot.
+      UserError: bad input, by its file and place; `out` exists or cannot be made; the workflow
+        cannot be loaded.
     """
     out = Path(out)
     if out.suffix != ".parquet":
         raise UserError(f"the output file must end in .parquet. Received: {out}")
     refuse_existing(out, "file")
     check_whole("batch size", batch_size, 1)
-    incoming = open_raw_inputs(run, inputs, raw=raw, trust_workflow=trust_workflow)
+    incoming = open_raw_inputs(run, inputs, raw=raw)
     columns, rows = {PROBABILITY: pa.float32()}, 0
     columns = {LABEL: pa.int8(), **columns} if incoming.labelled else columns
     with all_or_nothing(out, "file") as file, pq.ParquetWriter(file, pa.schema(columns)) as writer:
@@ -91,7 +88,6 @@ def evaluate_logs(
     batch_size: int = EVALUATION_BATCH,
     which: str | None = None,
     raw: bool = False,
-    trust_workflow: bool = False,
     progress: bool = True,
 ) -> tuple[Quality, int]:
     """The exact quality of a run on every row of some files, and how many rows they have.
@@ -102,7 +98,7 @@ def evaluate_logs(
       UserError: as `predict_logs`, and where there is no label, or only one of the two.
     """
     check_whole("batch size", batch_size, 1)
-    incoming = open_raw_inputs(run, inputs, raw=raw, trust_workflow=trust_workflow)
+    incoming = open_raw_inputs(run, inputs, raw=raw)
     if not incoming.labelled:
         raise UserError(
             "what is evaluated must have labels of 0 and of 1. Received: "

@@ -59,9 +59,7 @@ class RawInputs:
     pieces: Callable[[Callable[[int], Any]], Iterator[tuple[pa.RecordBatch, pa.Table]]]
 
 
-def open_raw_inputs(
-    run: Run, inputs: Sequence[str | Path], *, raw: bool = False, trust_workflow: bool = False
-) -> RawInputs:
+def open_raw_inputs(run: Run, inputs: Sequence[str | Path], *, raw: bool = False) -> RawInputs:
     """Look at the heads of files of rows for a run.
 
     Args:
@@ -69,20 +67,17 @@ def open_raw_inputs(
         inputs: files or globs: raw logs as `prepare` took the run's own; for a run on an adopted
             pipeline parquet, or folders of it, that its workflow wrote.
         raw: for such a run, whether they are what the workflow reads instead.
-        trust_workflow: see `Run.workflow`.
     """
     spec = run.spec()
     split = Split(time_format=spec.split.time_format)  # its column of times is no input
     spec = dataclasses.replace(spec, split=split)
     if not run.is_adopted:
-        return _raw_logs(run, spec, expand_paths(inputs), trust_workflow)
-    inference = run.inference(trust=trust_workflow) if raw else None
+        return _raw_logs(run, spec, expand_paths(inputs))
+    inference = run.inference() if raw else None
     return _parquet(run, spec, open_files(inputs), inference)
 
 
-def _raw_logs(
-    run: Run, spec: DatasetSpec, paths: dict[Input, Input | None], trust: bool
-) -> RawInputs:
+def _raw_logs(run: Run, spec: DatasetSpec, paths: dict[Input, Input | None]) -> RawInputs:
     """What `prepare` takes."""
     for path in paths:
         part = Path(path).resolve().parent
@@ -96,7 +91,7 @@ def _raw_logs(
     logs = [dataclasses.replace(log, labelled=labelled) for log in logs]
     for log in logs:
         log.check()
-    encoder = run.encoder(trust=trust)
+    encoder = run.encoder()
 
     def pieces(advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, pa.Table]]:
         read = (b for log in logs for c in log.chunks(CHUNK_BYTES) for b in log.batches(c, advance))

@@ -15,10 +15,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData, check_workflow
+from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped
-from merlin_cowclip.workflows.folders import package_versions, read_json, refuse_pattern
+from merlin_cowclip.workflows.folders import (
+    package_versions,
+    read_json,
+    read_record,
+    refuse_pattern,
+)
 from merlin_cowclip.workflows.manifest import check_manifest, checksum
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
@@ -36,7 +41,6 @@ FAILED = "failed.json"  # why the last training ended early: error, step, epoch,
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 SCHEMA = "schema.pbtxt"
-_AGAIN = "Train again into another folder."
 
 
 def inputs_of(data: PreparedData) -> dict[str, Any]:
@@ -177,44 +181,21 @@ class Run:
     result: Mapping[str, Any]
 
     @classmethod
-    def open(cls, path: str | Path, *, trust_workflow: bool = False) -> Run:
-        """The folder that `train` wrote.
-
-        Args:
-          path: the folder.
-          trust_workflow: whether its workflow, whose code is run to encode raw rows, may be another
-            than it was.
+    def open(cls, path: str | Path) -> Run:
+        """Open the folder that `train` wrote.
 
         Raises:
           UserError: not there, the run did not finish, or a file is gone or has changed since.
         """
         path = Path(path)
         refuse_pattern(path, "run")
-        if not os.path.isfile(path / CONFIG):
-            raise UserError(f"a run must be a folder that train wrote. Received: {path}")
-        if not (path / RESULT).exists():
-            if (path / FAILED).exists():
-                failed = read_json(path / FAILED)["error"].rstrip(".")
-                raise UserError(f"{path} failed: {failed}. Train again, or: {how_to_resume(path)}")
+        if (path / CONFIG).exists() and not (path / RESULT).exists():
+            failed = read_json(path / FAILED)["error"] if (path / FAILED).exists() else "stopped"
             raise UserError(
-                f"a run must hold {RESULT}, which is written last. Received: {path}, a run that "
-                f"did not finish. Resume it: {how_to_resume(path)}"
+                f"{path} did not finish: {failed.rstrip('.')}. Resume it: {how_to_resume(path)}"
             )
-        try:
-            result = read_json(path / RESULT)
-            if result["format"] != FORMAT_VERSION:
-                raise ValueError(f"format {result['format']!r} instead of {FORMAT_VERSION}")
-            manifest = result["manifest"]
-        except (OSError, ValueError, TypeError, LookupError) as error:
-            why = f"it without {error}" if isinstance(error, KeyError) else error
-            raise UserError(
-                f"{path / RESULT} must be JSON as it was written. Received: {why}. {_AGAIN}"
-            ) from None
-        rest = {n: entry for n, entry in manifest.items() if not n.startswith("workflow/")}
-        check_manifest(path, rest, "a run", _AGAIN)
-        if not trust_workflow:
-            trust = "Run.open(…, trust_workflow=True), --trust-workflow"
-            check_workflow(path, manifest, "a run", _AGAIN, trust)
+        result = read_record(path, RESULT, FORMAT_VERSION, "a folder that train wrote")
+        check_manifest(path, result["manifest"], "a run", "Train again into another folder")
         return cls(path, result)
 
     @property
@@ -354,31 +335,27 @@ class Run:
             )
         return Checkpoints(self.path / CHECKPOINTS).at(step)
 
-    def workflow(self, *, trust: bool = False) -> Any:
+    def workflow(self) -> Any:
         """The fitted `nvtabular.Workflow`. Loading runs code from the folder (cloudpickle).
 
         Raises:
-          UserError: it does not load; or the manifest does not confirm all of it, unless `trust`.
+          UserError: it does not load here.
         """
         from merlin_cowclip.workflows.data.adopt.graph import load_saved
 
-        if not trust:
-            check_workflow(self.path, self.result["manifest"], "a run", _AGAIN)
         return load_saved(self.path / "workflow")
 
-    def encoder(self, *, trust: bool = False) -> Encoder:
-        """What encodes raw rows; raises UserError if its files changed, unless `trust`."""
+    def encoder(self) -> Encoder:
+        """What encodes raw rows of prepared data."""
         from merlin_cowclip.workflows.data.encoder import Encoder
 
-        if not trust:
-            check_workflow(self.path, self.result["manifest"], "a run", _AGAIN)
         return Encoder.open(self.path / "workflow", self.spec(), self.config["ranges"])
 
-    def inference(self, *, trust: bool = False) -> InferenceWorkflow:
+    def inference(self) -> InferenceWorkflow:
         """The workflow of an adopted pipeline, for raw rows; raises as `workflow`."""
         from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 
-        return InferenceWorkflow(self.workflow(trust=trust), self.spec())
+        return InferenceWorkflow(self.workflow(), self.spec())
 
 
 def _same(mine: Path, other: Path, grown: bool) -> bool:

@@ -26,7 +26,6 @@ from merlin_cowclip.workflows.data.counts import write_counts
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_schema
 from merlin_cowclip.workflows.data.prepared_data import (
     PreparedData,
-    check_unchanged,
     domains_of,
     file_state,
     write_record,
@@ -92,7 +91,6 @@ def adopt(
     with all_or_nothing(out) as folder:
         inputs = _inputs_of(workflow, files, label, out.absolute().name)
         counts, report = _scan(inputs, parts, progress)
-        check_unchanged(itertools.chain(*states.values()))  # while it was read
         (folder / "counts").mkdir()
         (folder / "workflow").mkdir()
         for name in _SAVED:

@@ -31,7 +31,7 @@ from merlin_cowclip.workflows.data.prepare import fit, shuffle, split
 from merlin_cowclip.workflows.data.prepare.columns import mixed_times
 from merlin_cowclip.workflows.data.prepare.executor import connect, run_tasks
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
-from merlin_cowclip.workflows.data.prepared_data import HELD_OUT, PARTS, WORKFLOW
+from merlin_cowclip.workflows.data.prepared_data import PARTS, WORKFLOW
 from merlin_cowclip.workflows.data.sources.base import TIME, Chunk, Source
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.vocabulary import MISSING, Vocabulary, vocabulary_file
@@ -108,7 +108,7 @@ def prepare_on_dask(
         outputs = {part: shuffle.part_jobs(part, rows[part], part_rows) for part in PARTS}
         buckets = {**dict.fromkeys(PARTS, 1), "train": len(outputs["train"])}
         to_encode = [(i, name, ranges, buckets[part]) for i, (part, name, _) in enumerate(files)]
-        encoded = run("encoding", tasks.encode, to_encode)
+        run("encoding", tasks.encode, to_encode)
         to_write: list[tuple[shuffle.PartJob, int, Any]] = []
         for part, parquet in outputs.items():
             of = np.array([i for i, file in enumerate(files) if file[0] == part], int)
@@ -125,10 +125,6 @@ def prepare_on_dask(
         mean = float(of["total"] / (of["occurrences"] - of["missing"]))
         reports[name] = {key: int(of[key]) for key in ("occurrences", "missing", "not_finite")}
         reports[name] |= {"min": float(of["min"]), "max": float(of["max"]), "mean": mean}
-    held_out = sum(encoded, Counter[Any]())
-    for part, name in itertools.product(HELD_OUT, spec.fields):
-        for key in ("occurrences", "missing", "unknown" if name in spec.ids else "out_of_range"):
-            reports[name][f"{part}_{key}"] = held_out[name, f"{part}_{key}"]
     return {
         "rows": rows,
         "boundaries": _boundaries(found, rows) if spec.split.kind == "time" else {},
@@ -222,10 +218,8 @@ class _Tasks:
             raise RuntimeError(f"NVTabular lost ids {name!r}: {found:,} of {occurrences:,}")
         return report
 
-    def encode(
-        self, number: int, name: str, ranges: Mapping[str, Any], buckets: int
-    ) -> Counter[tuple[str, str]]:
-        """Encode a file into batches by random bucket; returns numbers for the report."""
+    def encode(self, number: int, name: str, ranges: Mapping[str, Any], buckets: int) -> None:
+        """Encode a file into batches by random bucket."""
         spec, part = self.spec, name.split("/")[0]
         raw = pq.ParquetFile(self.scratch / name).read()
         encoder = Encoder.open(self.folder / WORKFLOW, spec, ranges)
@@ -237,19 +231,10 @@ class _Tasks:
         if part == "train":
             random = np.random.default_rng([self.seed, number, 2])
             keys = random.integers(2**64, size=len(raw), dtype=np.uint64)
-        made = {
-            spec.label: raw[spec.label].combine_chunks(),
-            **{f: columns[f] for f in spec.fields},
-        }
+        encoded = {field: columns[field] for field in spec.fields}
+        encoded = {spec.label: raw[spec.label].combine_chunks(), **encoded}
         with replacing(self.scratch / f"encoded/{number:06d}.arrow") as partial:
-            shuffle.write_run(partial, made, rows, keys, cuts.astype(np.uint64))
-        found = Counter[tuple[str, str]]()
-        for field in spec.fields if part in HELD_OUT else ():
-            column = raw[field].combine_chunks() if field in spec.continuous else columns[field]
-            values = _flat(column)
-            of_field = shuffle.counted(values.to_numpy(zero_copy_only=False), encoder, field)
-            found |= Counter({(field, f"{part}_{key}"): n for key, n in of_field.items()})
-        return found
+            shuffle.write_run(partial, encoded, rows, keys, cuts.astype(np.uint64))
 
     def ids_on_gpu(self, raw: pa.Table) -> dict[str, pa.Array]:
         """The fields that stock Categorify encodes right: not lists, hashed ids, nulls only."""

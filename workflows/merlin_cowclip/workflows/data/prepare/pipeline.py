@@ -37,7 +37,7 @@ from merlin_cowclip.workflows.data.prepared_data import (
     PreparedData,
     write_record,
 )
-from merlin_cowclip.workflows.data.sources.base import Source, unchanged
+from merlin_cowclip.workflows.data.sources.base import Source
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_twice
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
@@ -146,18 +146,17 @@ def prepare(
         if engine == "nvtabular":
             from merlin_cowclip.workflows.data.prepare.nvtabular_engine import prepare_on_dask
 
-            with unchanged(sources):
-                record |= prepare_on_dask(
-                    spec,
-                    by_part,
-                    folder,
-                    seed=seed,
-                    scheduler=scheduler,
-                    workers=workers,
-                    device=device,
-                    part_rows=part_rows,
-                    progress=progress,
-                )
+            record |= prepare_on_dask(
+                spec,
+                by_part,
+                folder,
+                seed=seed,
+                scheduler=scheduler,
+                workers=workers,
+                device=device,
+                part_rows=part_rows,
+                progress=progress,
+            )
         else:
             with tempfile.TemporaryDirectory(prefix=".scratch-", dir=scratch or folder) as home:
                 record |= _prepare_here(
@@ -274,8 +273,7 @@ def _scan(
     with progress_bar("reading", total, "B", show=progress) as bar:
         write = functools.partial(write_pieces, folder=scratch, advance=bar.update)
         _, *arguments = zip(*chunks, strict=True)
-        with unchanged(sources):
-            read = [*executor.map(write, itertools.count(), *arguments)]
+        read = executor.map(write, itertools.count(), *arguments)
         for (part, _, _), (written, by_column) in zip(chunks, read, strict=True):
             for path, length in written:
                 pieces.append(Piece(path, rows, rows + length))

@@ -22,9 +22,8 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows.data.encoder import Encoder
 from merlin_cowclip.workflows.data.prepare.columns import Piece, Scan, read_column
 from merlin_cowclip.workflows.data.prepare.split import key_cuts, keys_of
-from merlin_cowclip.workflows.data.prepared_data import HELD_OUT, PARTS
+from merlin_cowclip.workflows.data.prepared_data import PARTS
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.data.vocabulary import MISSING, UNKNOWN
 from merlin_cowclip.workflows.folders import replacing
 from merlin_cowclip.workflows.progress import progress_bar
 
@@ -84,7 +83,7 @@ def write_parts(
     executor: Executor,
     progress: bool,
 ) -> None:
-    """Write the files of all parts, and add what is known of held-out rows to the reports."""
+    """Write the files of all parts."""
     row_bytes = _row_bytes(scan, reports)
     files = {part: part_jobs(part, rows[part], part_rows) for part in PARTS}
     cuts = {}
@@ -96,9 +95,7 @@ def write_parts(
     with progress_bar("encoding", scan.rows, show=progress) as bar:
         for number, pieces in enumerate(scan.runs(memory // (MEMORY_SHARE * row_bytes))):
             names = [scan.spec.label, *scan.spec.fields]
-            encode = functools.partial(
-                _encode, scan=scan, pieces=pieces, encoder=encoder, reports=reports
-            )
+            encode = functools.partial(_encode, scan=scan, pieces=pieces, encoder=encoder)
             columns = dict(zip(names, executor.map(encode, names), strict=True))
             for part in PARTS:
                 mine, keys = _rows_of(scan, part, pieces[0].start, pieces[-1].stop, seed)
@@ -156,42 +153,12 @@ def _row_bytes(scan: Scan, reports: Reports) -> int:
     return 16 + 4 * len(scan.spec.fields) + 4 * lists // scan.rows
 
 
-def _encode(
-    name: str, scan: Scan, pieces: Sequence[Piece], encoder: Encoder, reports: Reports
-) -> pa.Array:
-    """A column of a run, encoded; what its held-out rows have is added to the field's report."""
-    spec, encoded = scan.spec, list[pa.Array]()
-    for piece in pieces:
-        column, part_of = read_column(piece.path, name), scan.part_of[piece.start : piece.stop]
-        if name == spec.label:
-            encoded.append(column)
-            continue
-        encoded.append(values := encoder.encode(name, column))
-        if name in spec.lists:
-            part_of = np.repeat(part_of, np.diff(values.offsets.to_numpy()))
-            values = values.values
-        elif name in spec.continuous:
-            values = column
-        for part in HELD_OUT:
-            mine = values.to_numpy(zero_copy_only=False)[part_of == PARTS.index(part)]
-            for key, number in counted(mine, encoder, name).items():
-                key = f"{part}_{key}"
-                reports[name][key] = reports[name].get(key, 0) + number
-    return pa.concat_arrays(encoded)
-
-
-def counted(values: np.ndarray, encoder: Encoder, name: str) -> dict[str, int]:
-    """What a report says of ids, or of raw numbers, of a held-out part."""
-    if scale := encoder.scales.get(name):
-        missing, low, high = np.isnan(values), min(scale.values), max(scale.values)
-        filled = scale.filled(values)
-        is_range = scale.method != "standardize"
-        beyond = ((filled < low) | (filled > high)) & ~missing & is_range
-        flags = {"missing": missing, "out_of_range": beyond}
-    else:
-        unknown = (values >= UNKNOWN) & (values < encoder.vocabularies[name].first)
-        flags = {"missing": values == MISSING, "unknown": unknown}
-    return {"occurrences": len(values)} | {key: int(of.sum()) for key, of in flags.items()}
+def _encode(name: str, scan: Scan, pieces: Sequence[Piece], encoder: Encoder) -> pa.Array:
+    """A column of a run, encoded."""
+    columns = [read_column(piece.path, name) for piece in pieces]
+    if name != scan.spec.label:
+        columns = [encoder.encode(name, column) for column in columns]
+    return pa.concat_arrays(columns)
 
 
 def write_file(

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import unquote
@@ -29,7 +27,6 @@ RAW_TIME = "\0raw "  # how those begin that have the text of a column of times
 UTC = pa.timestamp("us", "UTC")
 _ISO_8601 = r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d([.,]\d+)?)?(Z|[+-]\d\d(:?\d\d)?)?)?"
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-REQUESTS = 16  # of a file system at a time
 EXACT = {16: 2**11, 32: 2**24, 64: 2**53}  # bits of a float → from where integers share a float
 
 
@@ -377,20 +374,3 @@ def parsed_times(texts: pd.Series, layout: str | None) -> pa.Array:
     layout = layout or ("ISO8601" if pd.__version__ >= "2" else None)  # 1.5 looks at each text
     times = pd.to_datetime(texts, format=layout, utc=True, errors="coerce")
     return pa.array(times, UTC, safe=False)
-
-
-@contextlib.contextmanager
-def unchanged(sources: Sequence[Source]) -> Iterator[None]:
-    """Raise UserError if a file is modified within the context, also where reading failed."""
-    paths = [source.path for source in sources]
-    with ThreadPoolExecutor(REQUESTS) as pool:
-        before = [*pool.map(file_info, paths)]
-        try:
-            yield
-        finally:
-            for path, was, now in zip(paths, before, pool.map(file_info, paths), strict=True):
-                if (now.size, now.mtime_ns) != (was.size, was.mtime_ns):
-                    raise UserError(
-                        f"{path} was modified while it was being read. Stop the writer or copy the "
-                        "file, and run again"
-                    )

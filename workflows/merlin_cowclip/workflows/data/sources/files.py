@@ -101,7 +101,7 @@ def open_file(path: Input) -> Iterator[pa.NativeFile]:
 
 
 def file_info(path: Input) -> fs.FileInfo:
-    """Type, size and ``mtime_ns`` of a file; the latter is None where it is not known."""
+    """Type and size of a file."""
     with _located(path) as (system, name, _):
         return system.get_file_info(os.fsencode(name))
 
