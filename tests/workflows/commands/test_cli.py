@@ -107,7 +107,7 @@ def test_the_printed_numbers(here):
         r"2,430 training rows \([\d.]+ % clicks\), 270 validation rows \([\d.]+ % clicks\), "
         r"300 test rows \([\d.]+ % clicks\), split random: data\n"
         r"[\d,]+ distinct ids in 3 fields: \w+ [\d,]+, .*; [\d,]+ embedding rows\n"
-        r"Next: merlin-cowclip train data --batch-size 64 --out run\n",
+        r"Next: merlin-cowclip train data --out run\n",
         done["prepare"].stdout,
     )
     out = done["train"].stdout

@@ -2,19 +2,16 @@
 
 import dataclasses
 import json
-import warnings
 from types import SimpleNamespace
 
-import click
 import pytest
 
 from merlin_cowclip.plugins.presets import preset
 from merlin_cowclip.plugins.scaling import recipe, scale
-from merlin_cowclip.workflows.commands import endings
 from merlin_cowclip.workflows.commands.main import cli, help_of
 from merlin_cowclip.workflows.commands.studying import tune_config
 from merlin_cowclip.workflows.commands.training import train_config
-from merlin_cowclip.workflows.errors import Notice, UserError
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.configuration import (
     CheckpointConfig,
     TrainConfig,
@@ -214,16 +211,3 @@ def test_each_rules_own_values_are_the_base_of_tune(tmp_path):
     base = recipe("cowclip").replace(l2=1e-6)
     assert config.rules["cowclip"].hyperparameters == scale(base, to=8 * K, rule="cowclip")
     assert source == "each rule's hyperparameters at batch size 1,024; l2 as given"
-
-
-def test_notices_are_printed_whatever_python_does_with_warnings(capsys):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as by PYTHONWARNINGS
-        code = endings.run("merlin-cowclip x", lambda: warnings.warn("mind", Notice, stacklevel=1))
-    assert code == 0
-    assert capsys.readouterr().err == "merlin-cowclip x: warning: mind\n"
-
-
-def test_a_command_of_several_values_takes_no_empty_one():
-    with pytest.raises(click.UsageError, match="--test"):
-        params("adopt a --workflow w --label y --out d --test --check-raw b")

@@ -20,11 +20,11 @@ from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.adopt.adopt import adopt
 from merlin_cowclip.workflows.data.adopt.validate import open_files
 from merlin_cowclip.workflows.data.counts import read_counts
-from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData, inputs_of
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.rare_ids import rare_ids
-from merlin_cowclip.workflows.training.runs import Run, inputs_of
+from merlin_cowclip.workflows.training.runs import Run
 
 with quiet_imports():
     import nvtabular as nvt
@@ -415,18 +415,6 @@ def test_ids_of_ones_own_from_0(tmp_path):
     assert data.counts("ad")["count"].tolist() == [2, 1, 1]
     assert read_counts(data, "genres")["count"].to_pylist() == [2, 1, 1]
     assert data.record["notes"] == []
-
-
-def test_numbers_that_are_not_scaled_are_noted(tmp_path):
-    """Training on times of 1.6e9 ends at AUC 0.5."""
-    log = pd.DataFrame({"ad": [*"abab"], "time": [1.6e9, 1.61e9, 1.62e9, 1.6e9], "low": -1001.0})
-    numbers = ["time", "low", "fine"] >> ops.AddMetadata(tags=[Tags.CONTINUOUS])
-    ids = ["ad"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
-    log = log.assign(fine=1000.0, click=[0, 1, 1, 0])
-    assert adopted_from(tmp_path, log, ids + numbers + clicks()).record["notes"] == [
-        "numbers beyond ±1,000, with which training can fail: 'time', 'low'. Scale them in the "
-        "workflow (Normalize, NormalizeMinMax, LogOp)"
-    ]
 
 
 def test_a_number_that_an_operator_makes_nan(tmp_path):

@@ -16,6 +16,7 @@ from merlin_cowclip.workflows import (
     train,
 )
 from merlin_cowclip.workflows.data.prepare.fit import Encoding
+from merlin_cowclip.workflows.data.prepared_data import difference, inputs_of
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError
 
@@ -77,20 +78,22 @@ def test_several_folders_are_trained_as_one(days, tmp_path):
 
 
 def test_folders_in_another_order_or_of_other_ids_are_refused(days, tmp_path):
-    with pytest.raises(UserError, match="differ in the ids of 'user'.*--vocabulary-from"):
+    with pytest.raises(UserError, match="differ in cardinalities of 'user': .*--vocabulary-from"):
         PreparedData.open_all([days[1].path, days[0].path])
     spec = dataclasses.replace(SPEC, categorical=("user",))
     log = write_day(tmp_path / "log.csv", 0)
     other = prepare(spec, [log], tmp_path / "other", progress=False)
-    with pytest.raises(UserError, match="differ in fields"):
+    with pytest.raises(UserError, match="differ in cardinalities of"):
         PreparedData.open_all([days[0].path, other.path])
 
 
 def test_folders_adopted_from_other_workflows_are_refused(days):
     """Their ids may be the same, and their numbers others."""
-    adopted = [dataclasses.replace(day, record={**day.record, "ranges": None}) for day in days]
-    assert days[1].differs_from(days[0]) is None
-    assert adopted[1].differs_from(adopted[0]) == "the workflow"
+    first, second = ({**inputs_of(day), "cardinalities": day.cardinalities} for day in days[:2])
+    assert difference(first, days[0].path, days[1], grown=True) is None
+    first["ranges"], first["cardinalities"] = None, second["cardinalities"]
+    found = difference(first, days[0].path, days[1], grown=True)
+    assert found == "the pipeline that it was adopted from"
 
 
 def test_a_warm_start_keeps_what_known_ids_learned(days, run, tmp_path):

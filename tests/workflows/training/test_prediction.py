@@ -23,7 +23,7 @@ from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import AVAZU, CRITEO, DatasetSpec, Split
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
-from merlin_cowclip.workflows.errors import Notice, UserError
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.manifest import SMALL, entry_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training import prediction, raw_inputs
@@ -46,7 +46,6 @@ with quiet_imports():
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode"),
-    pytest.mark.filterwarnings("ignore:the run knows no id of 'hour'"),  # Avazu's, and later ones
     pytest.mark.usefixtures("graphs_as_traced"),
 ]
 ROWS, TRAIN = 1_500, 1_000
@@ -297,20 +296,6 @@ def test_ids_that_training_has_not_seen_and_missing_ones(shop, tmp_path):
     (tmp_path / "b.csv").write_text("user,item,price,age,genres,tags\n" + rows[2] + "\n")
     alone = scores(shop.run, [tmp_path / "b.csv"], tmp_path / "b.parquet")["probability"]
     assert alone[0] == pytest.approx(found[2], abs=1e-6)
-
-
-def test_a_field_of_nothing_but_unknown_ids(shop, tmp_path, recwarn):
-    """As where integers became floats. Of a few ids nobody can tell whether they are new."""
-    frame = pd.read_csv(shop.raw, dtype=str)
-    frame.assign(item=frame["item"] + ".0").to_csv(tmp_path / "a.csv", index=False)
-    scores(shop.run, [tmp_path / "a.csv"], tmp_path / "a.parquet")
-    (said,) = [str(w.message) for w in recwarn if issubclass(w.category, Notice)]
-    assert said.startswith("the run knows no id of 'item' in these rows: all count as unknown")
-    frame.assign(item="new", genres="").head(99).to_csv(tmp_path / "b.csv", index=False)
-    recwarn.clear()
-    scores(shop.run, [shop.raw, tmp_path / "b.csv"], tmp_path / "b.parquet")
-    scores(shop.run, [tmp_path / "b.csv"], tmp_path / "c.parquet")
-    assert not [w for w in recwarn if issubclass(w.category, Notice)]
 
 
 # An adopted pipeline

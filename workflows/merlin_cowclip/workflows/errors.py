@@ -42,10 +42,6 @@ class AgreedError(UserError):
     """Bad input that all ranks of a run end with: the first says it for all."""
 
 
-class Notice(UserWarning):
-    """What a user should know, and that is no error: a command says it in one sentence."""
-
-
 class Stopped(KeyboardInterrupt):
     """A run was asked to stop, and was saved. The message says how to go on.
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from merlin_cowclip.plugins._text import format_table
-from merlin_cowclip.plugins.scaling import MIN_STEPS, K
 from merlin_cowclip.workflows.commands.options import (
     COUNTS,
     PATH,
@@ -93,11 +92,7 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
     options = {name: values[name] for name in names.split()}
     data = prepare(spec, input, out, like=like, **options)
     _print_report(data, is_fitted=like is None)
-    is_run = run is not None and (run / "config.json").exists()
-    size = max((1 << (data.rows["train"] // MIN_STEPS).bit_length()) // 2, 1)
-    how = f" --batch-size {size}" * (size < K)  # else the default has enough steps per epoch
-    if run is not None:
-        how = f" --warm-start {shlex.quote(str(run)) if is_run else 'RUN'}"
+    how = " --warm-start RUN" * (run is not None)
     print(f"Next: merlin-cowclip train {shlex.quote(str(data.path))}{how} --out run")
 
 
@@ -109,8 +104,6 @@ def _print_report(data: PreparedData, is_fitted: bool) -> None:
     for name, field in fields.items():
         if field.get("not_finite"):
             print(f"{name}: {field['not_finite']:,} numbers that were not finite are missing")
-        if "note" in field and is_fitted:
-            print(f"{name}: {field['note']}")
     clicks = data.report["positives"]
     rows = [
         f"{number:,} {TITLES[part]} rows ({100 * clicks[part] / number:.1f} % clicks)"
@@ -144,9 +137,9 @@ def _print_report(data: PreparedData, is_fitted: bool) -> None:
 def _encoding(path: Path, values: Mapping[str, Any]) -> Encoding:
     """How a run or prepared folder was encoded."""
     from merlin_cowclip.workflows.data.prepare.fit import Encoding
-    from merlin_cowclip.workflows.data.prepared_data import RECORD, PreparedData
+    from merlin_cowclip.workflows.data.prepared_data import RECORD, PreparedData, inputs_of
     from merlin_cowclip.workflows.data.spec import DatasetSpec
-    from merlin_cowclip.workflows.training.runs import Run, inputs_of
+    from merlin_cowclip.workflows.training.runs import Run
 
     for name in ("freq-threshold", "hash-buckets", "non-finite"):
         if values[name.replace("-", "_")] is not None:
@@ -203,12 +196,12 @@ def frequencies(data: Path, out: Path | None, batch_sizes: list[int] | None) -> 
 @option("--workflow", required=True, type=PATH, metavar="FOLDER", help="saved NVTabular workflow")
 @option("--label", required=True, metavar="COLUMN", help="column of 0 and 1")
 @option("--out", required=True, type=PATH, metavar="DATA", help="prepared folder to write")
-@option("--valid", many=True, metavar="PARQUET...", help="validation part, measured each epoch")
-@option("--test", many=True, metavar="PARQUET...", help="test part, measured after training")
+@option("--valid", multiple=True, metavar="PARQUET", help="validation part, measured each epoch")
+@option("--test", multiple=True, metavar="PARQUET", help="test part; these may be repeated")
 @option(
     "--check-raw",
-    many=True,
-    metavar="RAW...",
+    multiple=True,
+    metavar="RAW",
     help="parquet with the raw rows: encode some 10,000 and compare them with PARQUET",
 )
 def adopt(

@@ -13,12 +13,10 @@ import signal
 import sys
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
-from merlin_cowclip.workflows.errors import FULL_DISK, AgreedError, Notice, Stopped, UserError
+from merlin_cowclip.workflows.errors import FULL_DISK, AgreedError, Stopped, UserError
 from merlin_cowclip.workflows.training.ranks import launched, wait_for_rank_zero
 
 _EXTRAS = {  # of pyproject.toml, by the module that is missing
@@ -35,7 +33,7 @@ def run(name: str, work: Callable[[], None]) -> int:
     The sentence begins with `name`. SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt in the work,
     which removes what it has not finished.
     """
-    with _notices(name), _signals() as received:
+    with _signals() as received:
         try:
             work()
             print(end="", flush=True)
@@ -74,23 +72,6 @@ def _code_of(error: BaseException, name: str, received: list[int]) -> int:
         traceback.print_exception(error)
     say(f"{name}: internal error (please report it): {type(error).__name__}: {error}")
     return 1
-
-
-@contextlib.contextmanager
-def _notices(name: str) -> Iterator[None]:
-    """Within it a notice is a sentence like those that a command ends with."""
-    usual = warnings.showwarning
-
-    def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
-        if not issubclass(category, Notice):
-            usual(message, category, *where, **more)
-        elif launched().rank == 0:
-            say(f"{name}: warning: {message}")
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", Notice)  # whatever PYTHONWARNINGS says
-        warnings.showwarning = show
-        yield
 
 
 def say(message: str) -> None:

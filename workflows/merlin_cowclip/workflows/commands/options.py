@@ -86,15 +86,11 @@ _METAVARS = {"count": "N", "seed": "N", "positive": "X", "number": "X"}
 
 
 class Option(click.Option):
-    """An option under a heading of its command's help, its `group`.
+    """An option under a heading of its command's help, its `group`."""
 
-    With `many`, values may follow each other: `--test A B` as `--test A --test B`.
-    """
-
-    def __init__(self, *args: Any, group: str = "Options", many: bool = False, **more: Any) -> None:
-        more["multiple"] = many or more.get("multiple", False)
+    def __init__(self, *args: Any, group: str = "Options", **more: Any) -> None:
         super().__init__(*args, **more)
-        self.group, self.many = group, many
+        self.group = group
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         """Nothing: `option` writes it into the help."""
@@ -122,11 +118,6 @@ class Command(click.Command):
         }
         super().__init__(*args, **more)
         self._usage, self._on_ranks = usage, on_ranks
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read options of several values, which click does not know."""
-        many = {name for p in self.params if getattr(p, "many", False) for name in p.opts}
-        return super().parse_args(ctx, _repeated(args, many))
 
     def invoke(self, ctx: click.Context) -> int:
         """Run it; returns the exit code."""
@@ -161,21 +152,6 @@ class Command(click.Command):
         for name, records in groups.items():
             with formatter.section(name):
                 formatter.write_dl(records)
-
-
-def _repeated(args: Iterable[str], many: Iterable[str]) -> list[str]:
-    """With the option before each of its values."""
-    found: list[str] = []
-    option = ""
-    for word in [*args, "-"]:
-        if word.startswith("-"):
-            if option and found[-1] == option:
-                raise click.BadOptionUsage(option, f"Option '{option}' requires an argument.")
-            option = word if word in many else ""
-        elif option and found[-1] != option:
-            found.append(option)
-        found.append(word)
-    return found[:-1]
 
 
 def option(*names: str, default: Any = None, shown: str = "", **more: Any) -> Decorator:

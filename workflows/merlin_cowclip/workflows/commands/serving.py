@@ -40,8 +40,8 @@ from merlin_cowclip.workflows.errors import UserError
 )
 @option(
     "--check-raw",
-    many=True,
-    metavar="RAW...",
+    multiple=True,
+    metavar="RAW",
     help="raw rows, as for predict: send 10,000 to the exported model and compare with predict",
 )
 @option("--data", type=PATH, help="the run's data, for --rare and --drop-rare, if it has moved")

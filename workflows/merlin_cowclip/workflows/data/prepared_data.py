@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.folders import package_versions, read_record, write_json
-from merlin_cowclip.workflows.manifest import check_manifest, entry_of, manifest_of
+from merlin_cowclip.workflows.manifest import check_manifest, checksum, entry_of, manifest_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ RECORD = "prepare.json"  # written last: without it the folder is not whole
 PARTS = ("train", "valid", "test")
 HELD_OUT = PARTS[1:]
 WORKFLOW = "workflow"
+COLUMNS = ("label", "categorical", "lists", "continuous")  # of `inputs_of`
+_OF_SPEC = (  # its other keys that say what values mean
+    *("null_values", "label_values", "label_above", "hour", "weekday"),
+    *("log1p", "standardize", "quantiles"),
+)
 TITLES = {"train": "training", "valid": "validation", "test": "test"}
 _AGAIN = "Prepare the data again"
 _ADOPT_AGAIN = "Put it back as it was, or adopt it again into another folder"
@@ -70,9 +76,10 @@ class PreparedData:
         if len(folders) == 1:
             return last
         for other in folders[:-1]:
-            if found := last.differs_from(other):
+            was = {**inputs_of(other), "cardinalities": other.cardinalities}
+            if change := difference(was, other.path, last, grown=True):
                 raise UserError(
-                    f"{other.path} and {last.path} differ in {found}. Prepare later logs with "
+                    f"{other.path} and {last.path} differ in {change}. Prepare later logs with "
                     f"--vocabulary-from {other.path}, and name the folders in their order"
                 )
         files = {part: last.file_states(part) for part in PARTS}
@@ -86,29 +93,6 @@ class PreparedData:
         return cls(
             last.path, last.spec, {**last.record, "report": {**last.report, **reports}, **changed}
         )
-
-    def differs_from(self, earlier: PreparedData) -> str | None:
-        """The first thing in which rows of an earlier folder mean something else, or None."""
-        keys = ("label", "fields", "vocabularies", "null_values", "label_values", "label_above")
-        for key in (*keys, "log1p", "standardize", "quantiles", "hour", "weekday"):
-            if getattr(self.spec, key) != getattr(earlier.spec, key):
-                return key
-        if self.record.get("ranges") != earlier.record.get("ranges"):
-            return "the ranges of numbers"
-        if self.record.get("ranges") is None:  # adopted
-            file = f"{WORKFLOW}/workflow.pkl"
-            if self.record["manifest"][file] != earlier.record["manifest"][file]:
-                return "the workflow"
-        for name in self.spec.ids:
-            if self.spec.buckets_of(name) != earlier.spec.buckets_of(name):
-                return f"hash_buckets of {name!r}"
-            mine, other = (
-                pq.read_table(of.path / "counts" / f"{name}.parquet", columns=["raw"])
-                for of in (self, earlier)
-            )
-            if not mine.slice(0, len(other)).equals(other):
-                return f"the ids of {name!r}"
-        return None
 
     def file_states(self, part: str) -> list[dict[str, Any]]:
         """Fingerprints of a part's files, in order, as of `file_state`."""
@@ -225,6 +209,81 @@ class PreparedData:
         from merlin_cowclip.workflows.data.adopt.graph import load_saved
 
         return load_saved(self.path / WORKFLOW)
+
+
+def inputs_of(data: PreparedData) -> dict[str, Any]:
+    """What the inputs of a model trained on `data` mean, beside its vocabularies; fit for JSON.
+
+    `spec` is how to read raw rows. `ranges`, by which numbers were scaled, is None for an adopted
+    pipeline, which its workflow's checksum identifies. `buckets` has by field how many ids
+    unknown ones share by hash.
+    """
+    spec = data.spec
+    return {
+        "spec": spec.to_dict(),
+        "label": spec.label,
+        "categorical": sorted(spec.categorical),
+        "lists": sorted(spec.lists),
+        "continuous": sorted(spec.continuous),
+        "ranges": data.record.get("ranges"),
+        "buckets": {
+            field: int(data.schema[field].properties.get("num_buckets") or 1)
+            for field in sorted(spec.ids)
+        },
+        "pipeline": checksum(data.path / WORKFLOW / "workflow.pkl"),
+    }
+
+
+def difference(
+    was: Mapping[str, Any], home: Path, data: PreparedData, *, grown: bool
+) -> str | None:
+    """The first thing in which columns, numbers or ids of data mean something else, or None.
+
+    Args:
+        was: `inputs_of` and ``cardinalities`` of the prepared folder or run to compare with.
+        home: that folder.
+        data: what is compared.
+        grown: whether data prepared here may have more ids, behind those of ``home``.
+    """
+    now = {**inputs_of(data), "cardinalities": data.cardinalities}
+    is_adopted = None in (was["ranges"], now["ranges"])
+    if grown and not is_adopted:
+        sizes = data.cardinalities
+        known = {n: min(sizes.get(n, 0), of) for n, of in was["cardinalities"].items()}
+        now["cardinalities"] = known
+    keys = ("cardinalities", *COLUMNS, "buckets", *([] if is_adopted else ["ranges"]))
+    was, now = {**was["spec"], **was}, {**now["spec"], **now}
+    for key in (*keys, *_OF_SPEC):
+        old, new = was[key], now[key]
+        if isinstance(old, dict) and old != new:
+            name = min(n for n in {**old, **new} if old.get(n) != new.get(n))
+            key, old, new = f"{key} of {name!r}", old.get(name), new.get(name)
+        if old != new:
+            return f"{key}: {new!r} instead of {old!r}"
+    if is_adopted and was["pipeline"] != now["pipeline"]:
+        return "the pipeline that it was adopted from"
+    # Vocabularies; and statistics of other fits, which a job may save where the last one did.
+    for path in sorted((home / WORKFLOW).rglob("*.parquet")):
+        if path.name.startswith("meta.") or path.parent.suffix == ".parquet":  # a part of one
+            continue
+        name = path.relative_to(home)
+        if not _has_ids(path, data.path / name, grown):
+            return f"{name}, so that ids or numbers mean something else"
+    return None
+
+
+def _has_ids(old: Path, new: Path, grown: bool) -> bool:
+    """Whether two files or folders of parts have the same ids, or numbers, in the same order.
+
+    Their bytes may differ: beside the ids are counts. With ``grown``, others may follow.
+    """
+    if not new.exists():
+        return False
+    if old.is_file() and filecmp.cmp(old, new, shallow=False):  # NaN is not equal to NaN
+        return True
+    tables = (pq.read_table(path) for path in (old, new))
+    a, b = (t.select([n for n in t.schema.names if not n.endswith("_size")]) for t in tables)
+    return bool(a.equals(b.slice(0, len(a)) if grown else b))
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:

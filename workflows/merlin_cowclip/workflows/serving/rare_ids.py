@@ -12,14 +12,14 @@ import pyarrow as pa
 
 from merlin_cowclip.models.ctr_block import embeddings_of
 from merlin_cowclip.workflows.data.counts import read_counts
-from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData, inputs_of
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.vocabulary import UNKNOWN, Vocabulary
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training import evaluation
 from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.runs import Run, inputs_of
+from merlin_cowclip.workflows.training.runs import Run
 
 Inputs = Mapping[str, np.ndarray]
 

@@ -31,7 +31,6 @@ from merlin_cowclip.workflows.study.sweep import sweep
 from merlin_cowclip.workflows.training.configuration import TrainConfig, few_steps
 
 _SIZES = 3  # with fewer there is no fit
-_MISS = 0.25  # of a mean, by which a fit may be off
 
 
 def batch_size(
@@ -142,28 +141,17 @@ def _sentence(found: Mapping[str, Any], tolerance: float) -> str:
             break
         kept = one
     small, free = first["batch_size"], kept["batch_size"]
-    parts = [f"No larger batch keeps the AUC of {small:,}"]
+    sentence = f"No larger batch keeps the AUC of {small:,}"
     if free != small:
         fewer = f"{free / small:.3g}× fewer steps"
-        parts = [f"Up to {free:,} the AUC of {small:,} is kept, in {fewer}"]
-    worst = sizes[-1]
-    if worst is not kept and worst["valid_auc"]:
-        lost = 100 * (first["valid_auc"][0] - worst["valid_auc"][0])
-        parts.append(f"at {worst['batch_size']:,} it is {lost:.2f} points lower")
-    elif worst is not kept:
-        parts.append(f"at {worst['batch_size']:,} a run diverged")
+        sentence = f"Up to {free:,} the AUC of {small:,} is kept, in {fewer}"
     if found["B*"] is not None:
         means = {one["batch_size"]: one["mean_epochs"] for one in sizes if one["epochs"]}
         fitted = {size: found["E0"] * (1 + size / found["B*"]) for size in means}
         miss = max(abs(fitted[size] / mean - 1) for size, mean in means.items())
-        beyond = ", beyond what was measured" * (found["B*"] > max(means))
         critical = float(f"{found['B*']:.2g}")
-        said, off = f"about {critical:,.0f}{beyond} (fit within", f"{100 * miss:.0f} %"
-        said = said if miss <= _MISS else "unknown (fit off by"
-        parts.append(f"critical batch size {said} {off})")
-    elif found["E0"] is not None:
-        parts.append("the epochs do not grow with the batch size")
-    return f"{'; '.join(parts)}."
+        sentence += f"; critical batch size {critical:,.0f} (its fit is off by {100 * miss:.0f} %)"
+    return f"{sentence}."
 
 
 def table(found: Mapping[str, Any]) -> Table:

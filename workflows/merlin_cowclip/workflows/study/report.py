@@ -20,7 +20,7 @@ from merlin_cowclip.workflows.study.pages import Page, Table, curves, line_plot,
 from merlin_cowclip.workflows.study.sweep import DIVERGED, RECORD, RUNS, differing, key_of, shown
 from merlin_cowclip.workflows.training.configuration import few_steps
 from merlin_cowclip.workflows.training.listeners import METRICS
-from merlin_cowclip.workflows.training.runs import CONFIG, RESULT, Run, config_in
+from merlin_cowclip.workflows.training.runs import RESULT, Run, config_in
 
 HTML = "report.html"
 MIN_SEEDS = 3  # of each group: with fewer there is no verdict
@@ -257,10 +257,9 @@ def runs_of(out: Path) -> tuple[list[Trained], str]:
 
 
 def _of_run(path: Path) -> Trained:
-    """A run of `train`, or one of a sweep that diverged."""
-    diverged = (path / DIVERGED).exists() and (path / CONFIG).exists()
-    result = {} if diverged else Run.open(path).result
-    record = read_json(path / CONFIG) if diverged else result["config"]
+    """A run of `train`."""
+    result = Run.open(path).result
+    record = result["config"]
     options = {**config_in(record).to_dict(), "data": _data(record)}
     return Trained(path, options, options.pop("seed"), result)
 

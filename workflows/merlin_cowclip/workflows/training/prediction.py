@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.data.vocabulary import UNKNOWN
-from merlin_cowclip.workflows.errors import Notice, UserError, check_whole, quoted
+from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.prefetch import prefetch
 from merlin_cowclip.workflows.progress import progress_bar
@@ -31,7 +28,6 @@ from merlin_cowclip.workflows.training.runs import Run
 LABEL, PROBABILITY = "label", "probability"
 """The columns of what is written."""
 
-ENOUGH = 100  # unknown ids of a field: by chance alone, some of them would be known
 GROUP_ROWS = 1 << 20  # of a row group in the output; held until it is written
 
 
@@ -119,7 +115,7 @@ def _scored(
     spec, predictor = run.spec(), Predictor(run.model(which))
     with progress_bar("scoring", incoming.size, incoming.unit, show=progress) as bar:
         pieces = prefetch(rows for _, rows in incoming.pieces(bar.update))
-        for rows in _notice_unknown(run, rebatch(pieces, batch_size)):
+        for rows in rebatch(pieces, batch_size):
             columns = {PROBABILITY: probabilities_of(predictor, rows, spec)}
             if incoming.labelled:
                 columns = {LABEL: rows[spec.label].cast(pa.int8()), **columns}
@@ -130,31 +126,3 @@ def probabilities_of(predictor: Predictor, rows: pa.Table, spec: DatasetSpec) ->
     """Of n encoded rows, n float32."""
     features = {name: array[0] for name, array in features_of(rows, spec).items()}
     return predictor.probabilities(features)
-
-
-def _notice_unknown(run: Run, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """The same tables; after the last one, warns of fields of which the run knows no id.
-
-    One unknown id may be new or written in another way (True for true, 7 for 007); if all are, the
-    second is likely.
-    """
-    buckets, sizes = run.config["buckets"], run.config["cardinalities"]
-    known = {name: UNKNOWN + buckets[name] for name in run.spec().ids}  # from here on
-    unknown = {name: 0 for name, first in known.items() if first < sizes[name]}
-    for table in tables:
-        for name in [*unknown]:
-            is_list = pa.types.is_list(table[name].type)
-            ids = (pc.list_flatten(table[name]) if is_list else table[name]).to_numpy()
-            unknown[name] += int(np.count_nonzero(ids >= UNKNOWN))
-            if (ids >= known[name]).any():
-                del unknown[name]
-        yield table
-    fields = [name for name, count in unknown.items() if count >= ENOUGH]
-    if fields:
-        warnings.warn(
-            f"the run knows no id of {quoted(fields)} in these rows: all count as unknown. This is "
-            "normal for a column of times. Other ids may have another spelling or type than in the "
-            "training data, or the columns another order",
-            Notice,
-            stacklevel=2,
-        )

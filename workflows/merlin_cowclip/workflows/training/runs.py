@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import hashlib
 import json
 import os
@@ -15,7 +14,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
+from merlin_cowclip.workflows.data.prepared_data import (
+    COLUMNS,
+    PARTS,
+    PreparedData,
+    difference,
+    inputs_of,
+)
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.folders import (
@@ -24,7 +29,7 @@ from merlin_cowclip.workflows.folders import (
     read_record,
     refuse_pattern,
 )
-from merlin_cowclip.workflows.manifest import check_manifest, checksum
+from merlin_cowclip.workflows.manifest import check_manifest
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
 from merlin_cowclip.workflows.training.ranks import rank_info
@@ -41,33 +46,6 @@ FAILED = "failed.json"  # why the last training ended early: error, step, epoch,
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 SCHEMA = "schema.pbtxt"
-
-
-def inputs_of(data: PreparedData) -> dict[str, Any]:
-    """What the inputs of a model trained on `data` mean, beside its vocabularies; fit for JSON.
-
-    `spec` is how to read raw rows. `ranges`, by which numbers were scaled, is None for an adopted
-    pipeline, which its workflow's checksum identifies. `buckets` has by field how many ids
-    unknown ones share by hash.
-    """
-    spec = data.spec
-    return {
-        "spec": spec.to_dict(),
-        "label": spec.label,
-        "categorical": sorted(spec.categorical),
-        "lists": sorted(spec.lists),
-        "continuous": sorted(spec.continuous),
-        "ranges": data.record.get("ranges"),
-        "buckets": {
-            field: int(data.schema[field].properties.get("num_buckets") or 1)
-            for field in sorted(spec.ids)
-        },
-        "pipeline": checksum(data.path / "workflow" / "workflow.pkl"),
-    }
-
-
-COLUMNS = ("label", "categorical", "lists", "continuous")
-"""The keys of `inputs_of` that are names: the same rows may be adopted with another meaning."""
 
 
 def columns_of(data: PreparedData) -> dict[str, Any]:
@@ -257,46 +235,19 @@ class Run:
           UserError: `data` has other columns or another label, its numbers were scaled by other
             ranges, it was prepared with another vocabulary, or adopted from another pipeline.
         """
-        if found := self._difference(data, grown):
+        if change := difference(self.config, self.path, data, grown=grown):
             path = shlex.quote(str(self.path))
             remedy = f"Encode the logs by merlin-cowclip prepare LOG --vocabulary-from {path}"
             if self.is_adopted:
                 remedy = "Evaluate on raw rows, or adopt parquet that the run's workflow wrote"
-            elif not self._difference(data, grown=True):
+            elif not difference(self.config, self.path, data, grown=True):
                 remedy = (
                     f"It has grown (--grow). Use the raw log: merlin-cowclip evaluate {path} LOG"
                 )
             raise UserError(
                 f"the data must have the columns, numbers and ids of the run. Received: "
-                f"{data.path}, which differs from {self.path} in {found}. {remedy}"
+                f"{data.path}, which differs from {self.path} in {change}. {remedy}"
             )
-
-    def _difference(self, data: PreparedData, grown: bool) -> str | None:
-        """The first thing in which data mean something else, or `None`."""
-        its = {**inputs_of(data), "cardinalities": data.cardinalities}
-        if grown and not self.is_adopted:
-            sizes = data.cardinalities
-            its["cardinalities"] = {
-                n: min(sizes.get(n, 0), of) for n, of in self.config["cardinalities"].items()
-            }
-        adopted = its["ranges"] is None or self.is_adopted
-        for key in ("cardinalities", *COLUMNS, "buckets", *([] if adopted else ["ranges"])):
-            mine, other = self.config[key], its[key]
-            if isinstance(mine, dict) and mine != other:
-                name = min(n for n in {**mine, **other} if mine.get(n) != other.get(n))
-                key, mine, other = f"{key} of {name!r}", mine.get(name), other.get(name)
-            if mine != other:
-                return f"{key}: {other!r} instead of {mine!r}"
-        if adopted and self.config["pipeline"] != its["pipeline"]:
-            return "the pipeline that it was adopted from"
-        # Vocabularies; and statistics of other fits, which a job may save where the last one did.
-        for path in sorted((self.path / "workflow").rglob("*.parquet")):
-            if path.name.startswith("meta.") or path.parent.suffix == ".parquet":  # a part of one
-                continue
-            name = path.relative_to(self.path / "workflow")
-            if not _same(path, data.path / "workflow" / name, grown):
-                return f"{name}, so that ids or numbers mean something else"
-        return None
 
     def model(self, which: str | None = None) -> Any:
         """The trained `mm.Model`, to predict with.
@@ -356,19 +307,3 @@ class Run:
         from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 
         return InferenceWorkflow(self.workflow(), self.spec())
-
-
-def _same(mine: Path, other: Path, grown: bool) -> bool:
-    """Whether two files or folders of parts have the same ids, or numbers, in the same order.
-
-    Their bytes may differ: beside the ids are counts. With `grown`, others may follow.
-    """
-    import pyarrow.parquet as pq
-
-    if not other.exists():
-        return False
-    if mine.is_file() and filecmp.cmp(mine, other, shallow=False):  # NaN is not equal to NaN
-        return True
-    tables = (pq.read_table(path) for path in (mine, other))
-    a, b = (t.select([n for n in t.schema.names if not n.endswith("_size")]) for t in tables)
-    return bool(a.equals(b.slice(0, len(a)) if grown else b))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import COLUMNS, PreparedData
 from merlin_cowclip.workflows.errors import FULL_DISK, NotFiniteError, UserError, clipped
 from merlin_cowclip.workflows.folders import (
     LOCK,
@@ -43,7 +43,6 @@ from merlin_cowclip.workflows.training.ranks import (
 )
 from merlin_cowclip.workflows.training.runs import (
     CHECKPOINTS,
-    COLUMNS,
     CONFIG,
     FAILED,
     FORMAT_VERSION,

@@ -89,9 +89,8 @@ class InferenceWorkflow:
                 out = self.workflow.transform(pa.table(frame).to_pandas())
         except Exception as error:  # whatever the user's own operators raise
             cause = error.__cause__ or error
-            hint = f" ({quoted(absent)}, missing, was filled)" if absent else ""
             raise UserError(
-                f"the workflow fails on {where}{hint}: {type(cause).__name__}: "
+                f"the workflow fails on {where}: {type(cause).__name__}: "
                 f"{clipped(str(cause))}. Give rows as it was fitted on"
             ) from error
         if len(out) != rows and not may_drop:

@@ -23,7 +23,6 @@ from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, quoted
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-_WRITTEN = "_file_list.txt"  # of the files that Merlin's ``to_parquet`` wrote last
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,8 @@ class InputFile:
 def open_files(given: str | Path | Sequence[str | Path]) -> list[InputFile]:
     """Open parquet files, given as paths, globs and folders; see `expand_paths`.
 
-    In folders and globs, files that are not parquet are skipped, and those that NVTabular's list
-    beside them does not name: it leaves those of an earlier, larger writing. Raises UserError if
-    there is no row, or a file is damaged or given twice.
+    In folders and globs, files that are not parquet are skipped. Raises UserError if there is no
+    row, or a file is damaged or given twice.
     """
     files = []
     for one in [given] if isinstance(given, str | Path) else given:
@@ -48,7 +46,6 @@ def open_files(given: str | Path | Sequence[str | Path]) -> list[InputFile]:
         found = [path if isinstance(path, str) else path.absolute() for path in roots]
         if None not in roots.values():  # of a folder or glob
             found = [p for p in found if str(p).endswith(".parquet") or is_parquet(p)]
-            found = [p for p in found if isinstance(p, str) or _is_last(p)]
         if not found:
             raise UserError(f"No parquet file in {str(one)!r}. Check the path")
         for path in found:
@@ -59,13 +56,6 @@ def open_files(given: str | Path | Sequence[str | Path]) -> list[InputFile]:
     if not sum(file.rows for file in files):
         raise UserError(f"{files[0].path} has no rows. Give parquet with rows")
     return files
-
-
-def _is_last(path: Path) -> bool:
-    """Whether NVTabular's list of files, if there is one, names a file."""
-    listing = path.parent / _WRITTEN
-    names = listing.read_text(encoding="utf-8").splitlines() if listing.exists() else [path]
-    return path.name in {Path(name).name for name in names}
 
 
 def check_columns(spec: DatasetSpec, files: Sequence[InputFile], *, labelled: bool) -> None:

@@ -62,10 +62,6 @@ def connect(
     class Interruptible(Client):  # its own waits here, once an interrupt has ended its connection
         def __del__(self) -> None: ...
 
-    def erred_on(dask_scheduler: Any, client: str) -> list[str]:
-        failed = [task.exception_blame for task in dask_scheduler.clients[client].wants_what]
-        return [worker for task in failed if task for worker in task.erred_on]
-
     options = {**cluster_options(workers, device), "local_directory": str(scratch)}
     has_processes = options.get("processes", True) and not scheduler
     with (
@@ -101,33 +97,14 @@ def connect(
                 "several Dask workers died on the same task, probably out of memory. Use fewer "
                 "workers, or machines with more memory"
             ) from None
-        except Exception as error:
+        except Exception:
             if scheduler and client.status != "running":
                 raise UserError(f"the Dask scheduler {scheduler} ended. Start it again") from None
-            known = isinstance(error, UserError) or not scheduler
-            if known or not (failed := client.run_on_scheduler(erred_on, client=client.id)):
-                raise
-            kind = UserError if isinstance(error, OSError) else RuntimeError
-            raise kind(
-                f"Dask worker {failed[0]}: {type(error).__name__}: {error}. See what `dask worker` "
-                "printed there. All workers need the input, the output and credentials for URLs"
-            ) from error
-        finally:
-            stack.close()
-            # A task that runs may still write into a folder that is about to be removed.
-            if scheduler and sys.exc_info()[0]:
-                with contextlib.suppress(Exception), Client(scheduler, timeout=CONNECT) as other:
-                    other.run(_until_idle)
+            raise
 
 
 def _describe(folder: str) -> tuple[bool, str]:
     return os.path.isdir(folder), importlib.metadata.version("merlin-cowclip")
-
-
-async def _until_idle(dask_worker: Any) -> None:
-    for _ in range(10 * FIRST):
-        if dask_worker.state.executing_count:
-            await asyncio.sleep(0.1)
 
 
 def run_tasks(

@@ -155,9 +155,6 @@ def rank_ids(
             "below_threshold": below[field],
             **({"new": known} if earlier else {}),
         }
-        one = distinct[field] == 1 and not report["missing"]
-        if one and spec.column_of(field) == field:  # a day has one weekday
-            report["note"] = "all training rows have the same id: leave the column out"
         reports[field] = report
     return reports
 

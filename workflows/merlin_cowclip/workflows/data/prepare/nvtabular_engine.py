@@ -198,7 +198,7 @@ class _Tasks:
         told += [{"part": "train", "column": c, "not_finite": n} for c, n in replaced.items()]
         return files, _summed(pd.DataFrame(told))
 
-    def rank(self, name: str, path: str, occurrences: int, missing: int) -> dict[str, Any]:
+    def rank(self, name: str, path: str, missing: int) -> dict[str, Any]:
         """Order the ids that NVTabular counted in a field, and write its vocabulary and counts."""
         held = Vocabulary.empty(self.spec.buckets_of(name))
         counts = np.zeros(held.first, np.int64)
@@ -212,11 +212,7 @@ class _Tasks:
         config: Any = {"threads": 1, "temp_directory": str(self.scratch / f"{name}.duckdb")}
         with contextlib.closing(duckdb.connect(config=config)) as database:
             given = {name: counts}, held, database, files, table, self.folder
-            report = fit.rank_ids(name, self.spec, *given)[name]
-        if report["occurrences"] != occurrences:
-            found = report["occurrences"]
-            raise RuntimeError(f"NVTabular lost ids {name!r}: {found:,} of {occurrences:,}")
-        return report
+            return fit.rank_ids(name, self.spec, *given)[name]
 
     def encode(self, number: int, name: str, ranges: Mapping[str, Any], buckets: int) -> None:
         """Encode a file into batches by random bucket."""
@@ -346,7 +342,7 @@ def _cuts(
 
 def _count_ids(
     client: Any, tasks: _Tasks, files: Sequence[File], found: Any, progress: bool
-) -> list[tuple[str, str, int, int]]:
+) -> list[tuple[str, str, int]]:
     """Let NVTabular count the ids of the training files; returns the jobs of `_Tasks.rank`."""
     of = found.loc["train"].loc[list(tasks.spec.ids)].fillna(0).astype(int)
     # NVTabular allows no threshold where it writes a vocabulary in several files: `rank` has it.
@@ -359,7 +355,7 @@ def _count_ids(
         # As `Workflow.fit` does, which then loads all vocabularies into one worker.
         paths = client.compute(categorify.fit(nvt.ColumnSelector([*of.index]), rows)).result()
         bar.update(bar.total)
-    return [(n, paths[n], of["occurrences"][n], of["missing"][n]) for n in of.index]
+    return [(n, paths[n], of["missing"][n]) for n in of.index]
 
 
 def _boundaries(found: Any, rows: Mapping[str, int]) -> dict[str, str]:

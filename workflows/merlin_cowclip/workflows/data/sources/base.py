@@ -188,7 +188,7 @@ def typed(
             elif field in TIME_FIELDS and getattr(spec, field):
                 found[field] = time_field(field, column, spec, fail)
             else:
-                found[field] = _ids(column, field, spec, fail)
+                found[field] = _ids(column, field, spec)
         except (pa.ArrowException, ValueError) as error:
             raise UserError(
                 f"cannot read column {name!r} {where}: {clipped(str(error))}. Change its type, or "
@@ -244,22 +244,12 @@ def _numbers(
     return pc.if_else(finite, numbers, None)
 
 
-def _ids(column: pa.Array, name: str, spec: DatasetSpec, fail: Fail) -> pa.Array:
+def _ids(column: pa.Array, name: str, spec: DatasetSpec) -> pa.Array:
     if column.type == ID_TYPE:  # of a CSV file, with its nulls
         return column
-    is_list, separator = name in spec.lists, spec.list_separator
+    is_list = name in spec.lists
     if is_list and is_text(column.type):
-        # As pandas writes lists. An id such as "[deleted]" is text.
-        list_text = rf"^\[([^\[\]]*[,\x{ord(separator):02x}][^\[\]]*)?\]$"
-        row = pc.index(pc.match_substring_regex(column, list_text), True).as_py()
-        if row >= 0:
-            fail(
-                row,
-                spec.column_of(name),
-                f"the list {clipped(repr(column[row].as_py()))} is in brackets. Write only its "
-                f"ids, with list_separator {separator!r} between them",
-            )
-        column = pc.split_pattern(with_nulls(column, spec.null_values), separator)
+        column = pc.split_pattern(with_nulls(column, spec.null_values), spec.list_separator)
     texts = ids_as_text(column, is_list, spec.null_values)
     return texts if is_list else texts.dictionary_encode()
 

@@ -21,7 +21,6 @@ import pyarrow.csv
 
 from merlin_cowclip.workflows.data.sources.base import ID_TYPE, Chunk, Source, is_text
 from merlin_cowclip.workflows.data.sources.files import open_file
-from merlin_cowclip.workflows.data.spec import SPECS
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 
 BLOCK_BYTES = 4 << 20  # of text in a batch; Arrow reads up to 32 ahead
@@ -30,7 +29,6 @@ MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _FAULT = re.compile(
     r"(?:In CSV column #(?P<column>\d+): )?(?:.*: )?Row #(?P<row>\d+): (?P<text>.*)"
 )
-SEPARATORS = {"\t": "tab", ",": "comma", ";": "semicolon", "|": "pipe", " ": "space"}
 
 
 class CsvSource(Source):
@@ -66,16 +64,10 @@ class CsvSource(Source):
             least = len({*self.wanted} - {*self.folder_columns})
             expected, fits = f"at least {least}", len(cells) > 1 or least <= 1  # else: separator
         if not fits:
-            remedy = "Set separator, header and columns in the specification as the file has them"
-            for spec in SPECS.values():
-                row = cells[0].split(spec.separator) if len(cells) == 1 else cells
-                if len(row) == len(spec.columns or ()) or {spec.label, *spec.fields} <= {*row}:
-                    remedy = f"Did you mean `prepare {spec.name}`?"
-            name, separator = self.spec.name, self.spec.separator
             raise UserError(
-                f"{self.path} is not in {name[:1].upper()}{name[1:]} format (expected {expected} "
-                f"{SEPARATORS.get(separator, repr(separator))}-separated columns, found "
-                f"{len(cells)}). {remedy}"
+                f"{self.path} is not as specification {self.spec.name!r} says: expected {expected} "
+                f"columns separated by {self.spec.separator!r}, found {len(cells)}. Set separator, "
+                "header and columns in the specification as the file has them"
             )
         pairs = zip(cells, self.file_columns, strict=True) if self.spec.header else ()
         if moved := [name for cell, name in pairs if cell != name and name in cells]:

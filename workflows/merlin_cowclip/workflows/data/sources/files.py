@@ -56,12 +56,7 @@ def _located(path: Input) -> Iterator[tuple[fs.FileSystem, str, Callable[[str], 
 
 def _remote(url: str) -> tuple[fs.FileSystem, str, Callable[[str], Input]]:
     scheme, host, key, options = _URL.fullmatch(url).groups()  # type: ignore[union-attr]
-    user, _, name = host.rpartition("@")
-    if ":" in user:
-        raise UserError(
-            f"an input URL must not have a password. Received: {scheme}://…@{name}{key}. Set the "
-            "environment variables of the file system"
-        )
+    name = host.rpartition("@")[2]
     try:
         if scheme in _HAS_BUCKET:
             bucket = name if _HAS_BUCKET[scheme] else ""
