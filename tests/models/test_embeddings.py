@@ -418,21 +418,3 @@ def test_an_unknown_row_that_training_rows_have_starts_like_any_other(given, zer
     user = column("user", 7).with_properties(given)
     table = layer_of(schema=Schema([user])).table.numpy()
     assert set(np.flatnonzero(~table.any(axis=1)).tolist()) == zero
-
-
-def test_ids_that_stay_keep_their_rows():
-    """And are numbered anew; one domain's fields share theirs."""
-    layer = layer_of()
-    given = {name: tf.constant([[0], [2], [3]]) for name in layer.one_hot_fields}
-    lists = {n: tf.ragged.constant([[3], [0, 2], []], dtype=tf.int64) for n in layer.list_fields}
-    before = layer({**given, **lists})
-    stay = {n: np.delete(np.arange(layer.cardinalities[n]), 1) for n in layer.fields}
-    rows = layer.row_offsets[-1]
-    layer.keep_ids(stay)
-    assert rows - layer.row_offsets[-1] == len(layer.row_offsets) - 1 == rows - layer.table.shape[0]
-    given = {name: tf.constant([[0], [1], [2]]) for name in given}
-    lists = {n: tf.ragged.constant([[2], [0, 1], []], dtype=tf.int64) for n in lists}
-    np.testing.assert_array_equal(layer({**given, **lists}), before)
-    again = FusedEmbeddings.from_config(layer.get_config())
-    assert again.row_offsets == layer.row_offsets
-    assert len(layer.trainable_weights) == 1

@@ -409,25 +409,6 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
         table.assign(tf.tensor_scatter_nd_update(whole, rows[:, np.newaxis], given))
         return len(ids)
 
-    def keep_ids(self, ids: Mapping[str, Ids]) -> None:
-        """Keep only these ids' rows, to predict with: id `ids[i]` becomes id i.
-
-        Args:
-          ids: of each field, in ascending order; equal for fields of one domain.
-
-        Raises:
-          ValueError: the table is sharded.
-        """
-        check_whole([self._spec], "a smaller table")
-        table, columns = self._whole_table(), []
-        for column in self.schema:
-            domain = {**column.properties["domain"], "max": len(ids[column.name]) - 1}
-            columns.append(column.with_properties({"domain": domain}))
-        rows_of = {self.first_row[name]: self.first_row[name] + ids[name] for name in self.fields}
-        rows = np.concatenate([rows_of[first] for first in self.row_offsets[:-1]])
-        self._set_columns(columns)
-        self.table = tf.Variable(tf.gather(table, rows), name=table.name.partition(":")[0])
-
     def _check_field(self, field: str) -> None:
         if field not in self.cardinalities:
             raise ValueError(

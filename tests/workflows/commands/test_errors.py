@@ -119,9 +119,7 @@ REFUSED = {
     "evaluate RUN LOG --batch-size 0": "batch size must be … 0",
     "predict RUN LOG --out LOG": "the output file must end in .parquet",
     "export RUN --out EMPTY": "output folder must not exist … EMPTY … Name another",
-    "export RUN": "export needs --out REPOSITORY, or only --rare P",
-    "export RUN --out OUT --drop-rare 100": "between 0 and 100 % … 100.0",
-    "export RUN --rare 1 --data NOWHERE": "NOWHERE is not a folder that prepare or adopt wrote",
+    "export RUN": "Missing option '--out'",
     **dict.fromkeys(  # no command writes to a URL
         (
             "prepare criteo LOG --out s3://b/out",

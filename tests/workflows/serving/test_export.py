@@ -16,22 +16,19 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from sklearn.metrics import roc_auc_score
 
-from merlin_cowclip.workflows import Repository, export, predict_logs, rare_costs
+from merlin_cowclip.workflows import Repository, export, predict_logs
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.adopt.adopt import adopt
 from merlin_cowclip.workflows.data.adopt.graph import load_saved
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.encoder import Encoder
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
-from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving import prepared_rows, served_model
 from merlin_cowclip.workflows.serving.export import _inputs, _own_modules
-from merlin_cowclip.workflows.serving.rare_ids import RareIds, rare_ids
 from merlin_cowclip.workflows.training.evaluation import predict
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.runs import Run
@@ -469,21 +466,15 @@ def test_raw_rows_are_checked(stock, shop, tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match=words):
         export(stock[0], tmp_path / "bad", check_raw=raw, progress=False)
     monkeypatch.undo()
-    # What encodes requests is checked, not the workflow; alone, joined, and without rare ids.
+    # What encodes requests is checked, not the workflow; alone, and joined.
     differ = r"\d+ of 1,000 raw rows get another probability"
-    for owner, name, wrong, options in (
-        (prepared_rows, "hash_of", lambda texts: np.zeros(len(texts), np.uint64), {}),
-        (served_model, "_join", lambda name, requests: join(name, requests[::-1]), {}),
-        (
-            RareIds,
-            "renumbered",
-            {name: np.ones(999, int) for name in shop[0].spec().ids},
-            {"drop_rare": 5},
-        ),
+    for owner, name, wrong in (
+        (prepared_rows, "hash_of", lambda texts: np.zeros(len(texts), np.uint64)),
+        (served_model, "_join", lambda name, requests: join(name, requests[::-1])),
     ):
         monkeypatch.setattr(owner, name, wrong)
         with pytest.raises(UserError, match=differ):
-            export(shop[0], tmp_path / "bad", check_raw=shop[1], progress=False, **options)
+            export(shop[0], tmp_path / "bad", check_raw=shop[1], progress=False)
         monkeypatch.undo()
     assert {path.name for path in tmp_path.iterdir()} == {"good", "shop"}
 
@@ -494,122 +485,6 @@ join = served_model._join
 def in_another_order(encoded):
     """Encoded rows, reversed but for lists."""
     return {n: v if "__" in n else v[::-1].copy() for n, v in encoded.items()}
-
-
-def rare_texts(data: Any, percent: float) -> tuple[dict[str, set[str]], int]:
-    """The rare ids of each field, which are the rarest, and as many as fit; and how often most."""
-    kept = rare_ids(data, percent).kept
-    tables = {field: data.counts(field) for field in data.spec.ids}
-    total = sum(table["count"].sum() for table in tables.values())
-    rare = {f: t[~t["id"].isin(kept[f])] for f, t in tables.items()}
-    stay = [t[t["id"].isin(kept[f]) & t["raw"].notna()]["count"] for f, t in tables.items()]
-    least, held = pd.concat(stay).min(), sum(t["count"].sum() for t in rare.values())
-    most = max(t["count"].max() for t in rare.values() if len(t))
-    assert most <= least
-    assert held <= total * percent / 100 < held + least
-    assert all(t["raw"].notna().all() for t in rare.values())
-    return {f: set(t["raw"]) for f, t in rare.items()}, int(most)
-
-
-def test_rare_rows_are_dropped_where_one_says_so(shop, tmp_path, capsys):
-    """What is exported without them answers their ids as new ones, and is as good as was told."""
-    run, path, repository = shop
-    data = run.data()
-    rare, most = rare_texts(data, 5)
-    assert all(rare[field] for field in ("user.id", "tags"))
-    argv = ["export", str(run.path), "--out", str(tmp_path / "small"), "--drop-rare", "5"]
-    assert main([*argv, "--rare", "1,5", "--check-raw", str(path), "--quiet"]) == 0
-    one, five, *_ = capsys.readouterr().out.splitlines()
-    assert one.startswith("last 1 % of occurrences")
-    assert f"(ids with a count of at most {most}):" in five
-    small = Repository.open(tmp_path / "small")
-    assert small.record["dropped"] == {"percent": 5.0, "most": most}
-    count = sum(map(len, rare.values()))
-    vocabulary = sum(data.cardinalities.values())
-    rows = 2 * count  # embeddings of 3 columns, and the linear part's of 1
-    assert (
-        f"{rows:,} of {2 * vocabulary:,} rows, {16 * count:,} of {16 * vocabulary:,} bytes" in five
-    )
-    sizes = [
-        sum(file.stat().st_size for file in folder.rglob("variables.data-*"))
-        for folder in (repository, small.path)
-    ]
-    assert sizes[0] - sizes[1] == pytest.approx(16 * count, abs=50)  # names of layers differ
-
-    frame = shop_frame(path)
-    renamed = frame.assign(
-        **{n: frame[n].where(~frame[n].isin(rare[n]), "of no row") for n in ("user.id", "item")},
-        **{
-            name: [["of no row" if v in rare[name] else v for v in row] for row in frame[name]]
-            for name in ("2-genres", "tags")
-        },
-    )
-    assert (renamed["user.id"] != frame["user.id"]).any()
-    expected = Repository.open(repository).predict(renamed)
-    np.testing.assert_allclose(small.predict(frame), expected, rtol=0, atol=1e-6)
-
-    labels = pd.read_csv(path)["bought"]  # of the validation part
-    auc = [roc_auc_score(labels, r.predict(frame)) for r in (small, Repository.open(repository))]
-    assert f"without them {auc[0]:.6f}, with them {auc[1]:.6f} ({auc[0] - auc[1]:+.6f})" in five
-
-
-@pytest.mark.extended
-def test_of_an_adopted_pipeline_rare_rows_are_dropped(stock, tmp_path):
-    run, data, home = stock
-    frame = pd.read_parquet(home / "raw-test/0.parquet")
-    rare, most = rare_texts(data, 5)
-    raw = home / "raw-test/0.parquet"
-    small = export(run, tmp_path / "small", drop_rare=5, check_raw=raw, progress=False)
-    whole = export(run, tmp_path / "whole", progress=False)
-    user = {int(text) for text in rare["user"]}
-    assert frame["user"].isin(user).any()
-    renamed = frame.assign(
-        user=frame["user"].where(~frame["user"].isin(user), -1),
-        genres=[[("?" if g in rare["genres"] else g) for g in row] for row in frame["genres"]],
-        item=frame["item"].where(~frame["item"].isin(rare["item"]), "?"),
-    )
-    np.testing.assert_allclose(small.predict(frame), whole.predict(renamed), rtol=0, atol=1e-6)
-    (cost,) = rare_costs(run, [5], progress=False)
-    assert cost.most == most
-    assert cost.rows == 2 * sum(map(len, rare.values()))
-
-
-def test_fields_with_hash_buckets_of_nvtabular_stay_whole(stock, tmp_path):
-    home = stock[2]
-    log = pd.read_parquet(home / "raw-train/0.parquet")[["user", "item", "rating"]]
-    ids = ["user"] >> ops.Categorify(freq_threshold=3, num_buckets=5, out_path=f"{tmp_path}/a")
-    ids += ["item"] >> ops.Categorify(out_path=f"{tmp_path}/b")
-    workflow = nvt.Workflow(ids + (["rating"] >> ops.LambdaOp(lambda c: (c > 3).astype("int8"))))
-    workflow.fit(nvt.Dataset(log)).save(str(tmp_path / "workflow"))
-    workflow.transform(nvt.Dataset(log)).to_parquet(str(tmp_path / "train"))
-    parts = (tmp_path / "train", tmp_path / "workflow", "rating", tmp_path / "data")
-    data = adopt(*parts, progress=False)
-    kept = rare_ids(data, 20).kept
-    assert len(kept["user"]) == data.cardinalities["user"]
-    assert len(kept["item"]) < data.cardinalities["item"]
-
-
-def test_where_unknown_ids_are_hashed_rare_ones_are(tmp_path):
-    """As `prepare` hashes them where its threshold is that of the rare ids."""
-    write_shop(shop_log(), tmp_path / "log.csv")
-
-    def prepared(threshold: int) -> PreparedData:
-        spec = replace(SHOP, freq_threshold=threshold, hash_buckets={"user": 7, "tags": 3})
-        return prepare(spec, [tmp_path / "log.csv"], tmp_path / f"{threshold}", progress=False)
-
-    data = prepared(2)
-    rare = rare_ids(data, 10)
-    assert rare.most > 2
-    frequent = prepared(rare.most + 1)
-    for field, buckets in (("user", 7), ("tags", 3), ("item", 1)):
-        counts = data.counts(field)
-        is_rare = ~counts["id"].isin(rare.kept[field])
-        texts = counts["raw"][is_rare]
-        assert len(texts) or field == "item"
-        encoder = Encoder.open(frequent.path / "workflow", frequent.spec, frequent.record["ranges"])
-        ids = encoder.vocabularies[field].encode(pa.array(texts, pa.string()))
-        np.testing.assert_array_equal(rare.answered_as[field][is_rare], ids)
-        assert len(texts) == 0 or ids.max() < 2 + buckets
 
 
 def test_a_repository_that_was_changed_is_refused(shop, tmp_path):

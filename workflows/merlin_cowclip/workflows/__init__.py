@@ -21,7 +21,6 @@ _HOME, __getattr__, __dir__ = on_first_use(
         "data.synthetic": "write_synthetic",
         "errors": "Stopped UserError",
         "serving.export": "export",
-        "serving.rare_ids": "rare_costs",
         "serving.repository": "Repository",
         "study.configuration": "TuneConfig",
         "study.tune": "tune",

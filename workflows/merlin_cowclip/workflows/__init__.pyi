@@ -9,7 +9,6 @@ from .data.spec import AVAZU, CRITEO, DatasetSpec, Split, find_spec
 from .data.synthetic import write_synthetic
 from .errors import Stopped, UserError
 from .serving.export import export
-from .serving.rare_ids import rare_costs
 from .serving.repository import Repository
 from .study.configuration import TuneConfig
 from .study.tune import tune
@@ -49,7 +48,6 @@ __all__ = [
     "predict",
     "predict_logs",
     "prepare",
-    "rare_costs",
     "resume",
     "train",
     "tune",

@@ -18,18 +18,16 @@ import pyarrow as pa
 from merlin_cowclip.workflows import folders
 from merlin_cowclip.workflows.data.adopt.inference import halves
 from merlin_cowclip.workflows.data.adopt.validate import element_type
-from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.sources.base import RAW_TIME, is_text
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.serving import repository, served_model
 from merlin_cowclip.workflows.serving.network import save_network
-from merlin_cowclip.workflows.serving.rare_ids import RareIds, drop, rare_ids
 from merlin_cowclip.workflows.serving.repository import Repository
 from merlin_cowclip.workflows.training.evaluation import Predictor
+from merlin_cowclip.workflows.training.prediction import probabilities_of
 from merlin_cowclip.workflows.training.raw_inputs import open_raw_inputs
-from merlin_cowclip.workflows.training.rows import features_of
 from merlin_cowclip.workflows.training.runs import Run
 
 CHECKED_ROWS = 10_000  # of --check-raw
@@ -42,8 +40,6 @@ def export(
     out: str | Path,
     *,
     which: str | None = None,
-    drop_rare: float | None = None,
-    data: PreparedData | None = None,
     check_raw: str | Path | Sequence[str | Path] | None = None,
     progress: bool = True,
 ) -> Repository:
@@ -53,25 +49,18 @@ def export(
       run: the finished run.
       out: the folder to make; must not exist.
       which: of the run's models, "last" or "best"; by default as of `Run.model`.
-      drop_rare: leave out the embedding rows of the rarest ids, which together have this percentage
-        of all occurrences in the training split; `rare_costs` measures the effect.
-      data: for `drop_rare`, the run's data, if it has moved.
       check_raw: raw rows, as `predict` reads them. The first 10,000, sent as a server gets them,
-        alone and joined, must get `predict`'s probabilities; with `drop_rare`, those of rows whose
-        rare ids are unknown. Rows with missing integers are left out.
+        alone and joined, must get `predict`'s probabilities. Rows with missing integers are left
+        out.
       progress: show a progress bar on stderr.
 
     Raises:
       UserError: `out` exists, the run has no such model, the workflow cannot be loaded or cannot
         encode rows one by one, Triton has no type for a raw column, or `check_raw` differs.
     """
-    out, rare = Path(out), None
+    out = Path(out)
     folders.refuse_pattern(out, "repository")
     folders.refuse_existing(out)
-    if drop_rare is not None:
-        data = run.data() if data is None else data
-        run.check_vocabulary(data)
-        rare = rare_ids(data, drop_rare)
     with progress_bar("export", 3, " steps", show=progress) as bar:
         spec = run.spec()
         if run.is_adopted:
@@ -86,8 +75,6 @@ def export(
         inputs = _inputs(workflow, kinds)
         bar.update()
         model = run.model(which)
-        if rare is not None:
-            drop(model, rare)
         bar.update()
         with folders.all_or_nothing(out) as folder:
             version = folder / repository.VERSION
@@ -96,13 +83,10 @@ def export(
             (version / "model.py").write_text(_MODEL_PY, encoding="utf-8")
             workflow.save(str(version / served_model.WORKFLOW), modules_byvalue=_own_modules())
             save_network(model, spec, version / served_model.NETWORK)
-            rows = {} if rare is None else {f"_{f}": ids for f, ids in rare.renumbered.items()}
-            np.savez(version / served_model.ROWS, **rows)
             record = {
                 "format": repository.FORMAT,
                 "run": str(run.path.resolve()),
                 "model": which or run.result["checkpoint"],
-                "dropped": rare and {"percent": rare.percent, "most": rare.most},
                 "columns": [name for name in workflow.input_schema.column_names if name in kinds],
                 "inputs": inputs,
                 "output": "probability",
@@ -114,8 +98,7 @@ def export(
                 folder / repository.RECORD, {**record, "manifest": manifest_of(folder)}
             )
             if check_raw is not None:
-                complete = model if rare is None else run.model(which)
-                _check_raw(run, complete, rare, Repository.open(folder), check_raw)
+                _check_raw(run, model, Repository.open(folder), check_raw)
         bar.update()
     return Repository.open(out)
 
@@ -156,19 +139,14 @@ def _config(inputs: Mapping[str, str]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _check_raw(
-    run: Run, model: Any, rare: RareIds | None, exported: Repository, inputs: Any
-) -> None:
+def _check_raw(run: Run, model: Any, exported: Repository, inputs: Any) -> None:
     """Refuse a repository that answers other probabilities than `predict` writes."""
     given = [inputs] if isinstance(inputs, str | Path) else inputs
     incoming = open_raw_inputs(run, given, raw=run.is_adopted)
     predictor, served, spec, checked = Predictor(model), exported.load(), run.spec(), 0
     for batch, encoded in incoming.pieces(int):
         batch, encoded = (rows.slice(0, CHECKED_ROWS - checked) for rows in (batch, encoded))
-        features = {name: array[0] for name, array in features_of(encoded, spec).items()}
-        if rare is not None:
-            features = rare.answered(features, spec)
-        expected = predictor.probabilities(features)
+        expected = probabilities_of(predictor, encoded, spec)
         fields = {} if run.is_adopted else {spec.column_of(name): name for name in spec.fields}
         fields |= {name: f"{RAW_TIME}{name}" for name in (spec.hour, spec.weekday) if name}
         names = {name: fields.get(name, name) for name in exported.record["columns"]}

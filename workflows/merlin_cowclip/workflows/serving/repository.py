@@ -23,7 +23,7 @@ from merlin_cowclip.workflows.serving.served_model import TEXT, ServedModel
 
 ENTRY = "executor_model"  # the model that clients call
 RECORD, VERSION = f"{ENTRY}/export.json", f"{ENTRY}/1"
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)

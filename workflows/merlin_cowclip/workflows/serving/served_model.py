@@ -22,7 +22,6 @@ from merlin_cowclip.workflows.serving.prepared_rows import PreparedRows
 from merlin_cowclip.workflows.training.rows import checked_rows, features_of
 
 WORKFLOW, NETWORK = "workflow", "network"
-ROWS = "rows.npz"  # by field: for each id the row of the smaller table, if rare ids were dropped
 TEXT = pa.binary()
 TYPES = {  # Triton's
     **{f"TYPE_INT{bits}": pa.type_for_alias(f"int{bits}") for bits in (8, 16, 32, 64)},
@@ -54,8 +53,6 @@ class ServedModel:
         else:
             encoder = Encoder.open(folder / WORKFLOW, self._spec, record["ranges"])
             self._encoder = PreparedRows(self._spec, encoder)
-        with np.load(folder / ROWS) as rows:
-            self._rows = {name.removeprefix("_"): rows[name] for name in rows}
         self._network = load_network(folder / NETWORK)
 
     def answers(
@@ -77,9 +74,6 @@ class ServedModel:
     def _joined(self, requests: Sequence[Request]) -> list[Any]:
         given, sizes = zip(*map(_checked, requests), strict=True)
         encoded = self._encoded({name: _join(name, given) for name in self.inputs})
-        for name, rows in self._rows.items():
-            key = f"{name}__values" if name in self._spec.lists else name
-            encoded[key] = rows[encoded[key]]
         found = self._network(network_inputs(self._spec, encoded))
         return [part[np.newaxis] for part in np.split(found, np.cumsum(sizes)[:-1])]
 
