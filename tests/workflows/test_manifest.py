@@ -81,6 +81,6 @@ def test_what_changed_is_named(folder, manifest, name, damage, found):
     damage(folder / name)
     with pytest.raises(UserError, match="^a folder must keep every file as it was written") as info:
         check(folder, manifest)
-    assert f"written. {folder / name} " in str(info.value)
+    assert f"written. {folder / name}" in str(info.value)
     assert found in str(info.value)
     assert str(info.value).endswith(". Write it again")

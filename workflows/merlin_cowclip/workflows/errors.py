@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one exception for bad input: what the command line turns into exit code 2; and its words.
-
-Not for bugs: whatever is no fault of the user stays an ordinary exception with its traceback.
-"""
+"""Errors of users, which commands print as one sentence, and helpers for messages."""
 
 from __future__ import annotations
 
@@ -17,17 +14,9 @@ _REASON = 300  # characters of a library's reason in a message
 
 
 class UserError(Exception):
-    """Bad input by the user. The message is a rule, what was received and where, and a remedy.
+    """Bad input by the user; the message says what is wrong, where, and how to correct it."""
 
-    Example:
-        ``label must be 0 or 1. Received: '7' in train.txt, line 12, column 'label'. Remove the
-        row, or correct its label.``
-
-    Attributes:
-        exit_code: what a command ends with.
-    """
-
-    exit_code: ClassVar[int] = 2
+    exit_code: ClassVar[int] = 2  # of a command
 
 
 class BusyError(UserError):

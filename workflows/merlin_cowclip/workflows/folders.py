@@ -23,40 +23,26 @@ LOCK = ".lock"  # in a folder that processes share, or that one trains
 
 
 def refuse_existing(out: Path, what: str = "folder") -> None:
-    """Refuse an output that is there, or cannot be made, before any work.
+    """Raise UserError for a local output that exists or cannot be made, or for a URL.
 
-    Args:
-        out: the place.
-        what: a "folder", or "file".
-
-    Raises:
-        UserError: it is a URL, it exists, if only as a dangling link, or the folder around it
-            cannot be written.
+    ``what`` it is, a "folder" or "file", is for the message.
     """
     if re.match(r"[A-Za-z][\w+.-]*:/", str(out)):  # pathlib makes s3:/a of s3://a
         raise UserError(
             f"output {what} must be a local path. Received: {out}. Name a local one, and copy it"
         )
-    try:
-        os.lstat(out)
-    except FileNotFoundError:
-        if os.access(_home(out), os.W_OK | os.X_OK):
-            return
-        found: str | None = "Permission denied"
-    except OSError as error:
-        found = error.strerror
-    else:
+    if os.path.lexists(out):  # also as a dangling link
         raise UserError(
             f"output {what} must not exist. Received: {out}. Name another, or remove it first"
         )
-    raise UserError(
-        f"output {what} must be in a folder that can be written. Received: {out}: {found}. "
-        "Name another"
-    )
+    if not os.access(_home(out), os.W_OK | os.X_OK):
+        raise UserError(
+            f"output {what} must be in a folder that can be written. Received: {out}. Name another"
+        )
 
 
 def refuse_pattern(path: Path, what: str) -> None:
-    """Refuse the path of a run, say, that TensorFlow takes for a pattern; see `check_path`."""
+    """Raise UserError for a path that TensorFlow interprets as a pattern; see `check_path`."""
     try:
         check_path(f"the path of a {what}", path)
     except ValueError as error:
@@ -80,23 +66,20 @@ def remove(*paths: Path) -> None:
 
 @contextlib.contextmanager
 def all_or_nothing(out: Path, what: str = "folder") -> Iterator[Path]:
-    """A hidden folder, renamed to ``out`` at the end, or removed on any failure.
+    """A hidden folder, or for a "file" a path in it, renamed to ``out`` at the end.
 
-    For a "file" it is a place in that folder, where the file is to be written.
-
-    Raises:
-        UserError: as `refuse_existing`, before and after the work.
+    It is removed on any failure. Raises UserError as `refuse_existing`, before and after the work.
     """
     refuse_existing(out, what)
     out = out.absolute()
     folder = _home(out) / f".{out.name[:50]}.partial-{os.getpid()}-{secrets.token_hex(4)}"
     folder.mkdir()
     try:
-        whole = folder / out.name if what == "file" else folder
-        yield whole
+        content = folder / out.name if what == "file" else folder
+        yield content
         refuse_existing(out, what)
         out.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(whole, out)
+        os.rename(content, out)
     finally:
         remove(folder)
 

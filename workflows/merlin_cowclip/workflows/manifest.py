@@ -23,15 +23,7 @@ PICKLE = ".pkl"
 
 
 def manifest_of(folder: Path, without: Container[str] = ()) -> dict[str, Any]:
-    """What lies in a folder, for its record, which is written after it.
-
-    Args:
-        folder: a folder that is whole but for its record.
-        without: files and folders directly in it that are no part of it.
-
-    Returns:
-        Path in the folder, with slashes → `entry_of` the file.
-    """
+    """`entry_of` each file by its path in the folder, ``without`` some directly in it."""
     manifest = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)

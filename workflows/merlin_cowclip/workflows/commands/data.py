@@ -174,8 +174,8 @@ def frequencies(data: Path, out: Path | None, batch_sizes: list[int] | None) -> 
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
     opened = PreparedData.open(data)
-    found = frequencies(opened, out, batch_sizes=batch_sizes or BATCH_SIZES)
-    print(found.table())
+    result = frequencies(opened, out, batch_sizes=batch_sizes or BATCH_SIZES)
+    print(result.table())
     print(
         "ids: in the training rows as encoded, where all missing values are one id.\n"
         "top 3: share of the 3 most frequent ids; ids for 90 %: as few of the most frequent ones.\n"
@@ -185,7 +185,7 @@ def frequencies(data: Path, out: Path | None, batch_sizes: list[int] | None) -> 
     rows = opened.rows["train"]
     if max(batch_sizes or BATCH_SIZES) > rows:
         print(f"-: the batch is larger than the {rows:,} training rows.")
-    print(f"{rows:,} training rows: {found.path}")
+    print(f"{rows:,} training rows: {result.path}")
 
 
 @click.command(

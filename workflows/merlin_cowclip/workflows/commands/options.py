@@ -49,10 +49,10 @@ def _list_of(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 def by_name(text: str, read: Callable[[str], Any] = str) -> dict[str, Any]:
     """The value of "genres=sum,tags=mean"."""
     pairs = [part.rpartition("=") for part in text.split(",")]
-    found = {name: read(value) for name, _, value in pairs}
-    if not all(name for name, _, _ in pairs) or len(found) < len(pairs):
+    values = {name: read(value) for name, _, value in pairs}
+    if not all(name for name, _, _ in pairs) or len(values) < len(pairs):
         raise ValueError
-    return found
+    return values
 
 
 def _one_or_by_name(read: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -92,8 +92,8 @@ def evaluate(run: Path, data: tuple[str, ...], raw: bool, quiet: bool, **options
     if as_json:
         which = options["which"] or opened.result["checkpoint"]
         step = opened.result[f"{which}_step"]
-        found = {"run": str(run), "data": where, "rows": rows, "checkpoint": which, "step": step}
-        return print_json(found | quality._asdict())
+        result = {"run": str(run), "data": where, "rows": rows, "checkpoint": which, "step": step}
+        return print_json(result | quality._asdict())
     print(
         f"{part}AUC {quality.auc:.6f}, log loss {quality.log_loss:.6f}, calibration "
         f"{quality.calibration:.4f} on {rows:,} rows of {where}, "

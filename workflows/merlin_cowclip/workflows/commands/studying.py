@@ -81,8 +81,8 @@ def sweep(data: Path, grid: Path, out: Path, **values: Any) -> None:
     progress = not values["quiet"]
     command = shlex.join(["merlin-cowclip", *sys.argv[1:]])
     sweep(opened, configs, out, command=command, progress=progress)
-    found = Comparison.of(runs_of(out)[0])
-    print_json(found.to_list()) if values["json"] else print(format_table(*found.table()))
+    comparison = Comparison.of(runs_of(out)[0])
+    print_json(comparison.to_list()) if values["json"] else print(format_table(*comparison.table()))
 
 
 def read_grid(file: Path) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ def configurations(
 ) -> list[TrainConfig]:
     """What `train` makes of the options of each run, text as on the command line; each once."""
     none = {**dict.fromkeys([*_KINDS, "warm_start"]), "keep_optimizer": False}
-    found: list[TrainConfig] = []
+    configs: list[TrainConfig] = []
     for run in runs:
         try:
             options = {
@@ -122,9 +122,9 @@ def configurations(
         except click.UsageError as error:
             raise UserError(f"{grid}: {error.message}") from None
         config, _ = train_config({**none, **options}, data)
-        if config not in found:
-            found.append(config)
-    return found
+        if config not in configs:
+            configs.append(config)
+    return configs
 
 
 @click.command(
@@ -163,8 +163,8 @@ def batch_size(data: Path, tuned: Path, batch_sizes: list[int], out: Path, **val
     more = {name: values[name] for name in ("seeds", "tolerance")}
     more["progress"] = not values["quiet"]
     more["command"] = shlex.join(["merlin-cowclip", *sys.argv[1:]])
-    found = batch_size(opened, config, batch_sizes, out, **more)
-    print_json(found) if values["json"] else print(text(found))
+    outcome = batch_size(opened, config, batch_sizes, out, **more)
+    print_json(outcome) if values["json"] else print(text(outcome))
 
 
 @click.command(cls=Command, example="report sweep")
@@ -249,8 +249,8 @@ def tune_config(
     if base:
         values["base"] = {**(values["base"] or {}), **base}
     if options["base"] is not None:
-        found = Tuned.open(options["base"]).train_config(data)
+        tuned = Tuned.open(options["base"]).train_config(data)
         source = f"hyperparameters of {options['base']}"
-        values["base"] = found.hyperparameters.replace(decay=found.dense_schedule is not None)
-        values["network"] = {"model": found.model, **found.network_options, **values["network"]}
+        values["base"] = tuned.hyperparameters.replace(decay=tuned.dense_schedule is not None)
+        values["network"] = {"model": tuned.model, **tuned.network_options, **values["network"]}
     return TuneConfig(**values), source

@@ -88,9 +88,9 @@ def train(**values: Any) -> None:
     """
     run = (_begin if values["resume"] is None else _resume)(values)
     if is_rank_zero() and values["json"]:
-        found = {n: of for n, of in run.result.items() if n not in ("config", "manifest")}
+        result = {n: of for n, of in run.result.items() if n not in ("config", "manifest")}
         used = {n: run.config[n] for n in ("model", "rule", "batch_size", "scaled")}
-        print_json({"run": str(run.path), **used, **found})
+        print_json({"run": str(run.path), **used, **result})
     elif is_rank_zero():
         _tell(run, brief=values["quiet"])
 
@@ -193,11 +193,11 @@ def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainCo
     elif values["warm_start"] is not None and not others:
         where = values["warm_start"]
         layer, why = _warm_start(where, values["keep_optimizer"], options)
-    found, source = layer, "hyperparameters of the rule"
+    base, source = layer, "hyperparameters of the rule"
     if values["preset"]:
         paper = _preset(values["preset"], {**layer, **options})
         source = f"the paper's values for {values['preset']} at batch size {paper.batch_size:,}"
-        found = {**base_fields(paper), **layer}
+        base = {**base_fields(paper), **layer}
     if set(BASE_FIELDS) <= set(layer):
         source = f"hyperparameters of {where}{why}"
     elif names := [name for name in layer if name not in options]:
@@ -206,8 +206,8 @@ def train_config(values: Mapping[str, Any], data: PreparedData) -> tuple[TrainCo
         source += f"; {', '.join(own)} as given"
     if "model" in options:
         foreign = set(OPTIONS) - set(NETWORKS.get(options["model"], OPTIONS))
-        found = {name: value for name, value in found.items() if name not in foreign}
-    config = TrainConfig.from_dict({**found, **options})
+        base = {name: value for name, value in base.items() if name not in foreign}
+    config = TrainConfig.from_dict({**base, **options})
     return config, source
 
 
@@ -215,20 +215,20 @@ def _warm_start(folder: Path, keep: bool, options: Mapping[str, Any]) -> tuple[d
     """Hyperparameters to train a run's weights further, and the reason for its learning rates."""
     from merlin_cowclip.workflows.training.runs import Run
 
-    found = Run.open(folder).warm_start_config(keep_optimizer=keep)
-    why = f", with learning rates {found.dense_lr:g} and {found.embedding_lr:g}, constant and low"
-    return _at_batch_size("--warm-start", found, options), f"{why} to keep what it learned"
+    config = Run.open(folder).warm_start_config(keep_optimizer=keep)
+    why = f", with learning rates {config.dense_lr:g} and {config.embedding_lr:g}, constant and low"
+    return _at_batch_size("--warm-start", config, options), f"{why} to keep what it learned"
 
 
-def _at_batch_size(name: str, found: TrainConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+def _at_batch_size(name: str, config: TrainConfig, options: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters of the option `name`; another batch size needs a rule to scale them."""
-    if options.get("batch_size", found.batch_size) != found.batch_size and "rule" not in options:
+    if options.get("batch_size", config.batch_size) != config.batch_size and "rule" not in options:
         raise UserError(
-            f"hyperparameters of {name} are for batch size {found.batch_size}. Received: "
+            f"hyperparameters of {name} are for batch size {config.batch_size}. Received: "
             f"--batch-size {options['batch_size']} without --rule. "
             "Add one to scale them, such as --rule sqrt"
         )
-    return found.to_dict()
+    return config.to_dict()
 
 
 def _preset(dataset: str, options: Mapping[str, Any]) -> Hyperparameters:

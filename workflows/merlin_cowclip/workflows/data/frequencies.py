@@ -40,8 +40,8 @@ class Frequencies:
         lines = []
         for row in self.summary.to_dict("records"):
             rare = [_percent(row[f"rare_{b}"]) if b <= row["rows"] else "-" for b in sizes]
-            held = [f"{row['ids']:,}", _percent(row["top_3"]), f"{row['ids_for_90']:,}"]
-            lines.append([row["field"] or "all fields", *held, *rare])
+            cells = [f"{row['ids']:,}", _percent(row["top_3"]), f"{row['ids_for_90']:,}"]
+            lines.append([row["field"] or "all fields", *cells, *rare])
         header = ["field", "ids", "top 3, %", "ids for 90 %", *map(_short, sizes)]
         return format_table(header, lines)
 
@@ -89,13 +89,13 @@ def _summary(
 ) -> dict[str, Any]:
     """One row of ``summary.parquet``."""
     counts = -np.sort(-counts[counts > 0])
-    held, n = np.cumsum(counts), len(counts)
+    cumulated, n = np.cumsum(counts), len(counts)
     with np.errstate(divide="ignore"):  # log 0 for P = 1
         log_absent = np.log1p(-np.minimum(counts / rows, 1.0))
     return {
-        **{"field": field, "ids": n, "rows": rows, "occurrences": int(held[-1])},
-        **{f"top_{k}": float(held[min(k, n) - 1] / held[-1]) for k in TOP},
-        **{f"ids_for_{p}": int((100 * held < p * held[-1]).sum()) + 1 for p in PERCENTS},
+        **{"field": field, "ids": n, "rows": rows, "occurrences": int(cumulated[-1])},
+        **{f"top_{k}": float(cumulated[min(k, n) - 1] / cumulated[-1]) for k in TOP},
+        **{f"ids_for_{p}": int((100 * cumulated < p * cumulated[-1]).sum()) + 1 for p in PERCENTS},
         # count · B < rows, in integers
         **{f"rare_{b}": float((counts <= (rows - 1) // b).mean()) for b in batch_sizes},
         **{f"in_batch_{b}": float(-np.expm1(b * log_absent).mean()) for b in batch_sizes},

@@ -305,11 +305,11 @@ def domains_of(
     columns: Mapping[str, Any], cardinalities: Mapping[str, int]
 ) -> list[tuple[str, ...]]:
     """Fields of ids by int domain; raises UserError if two fields of one domain differ in size."""
-    found: dict[str, list[str]] = {}
+    by_domain: dict[str, list[str]] = {}
     for name, column in columns.items():
         domain = column.int_domain  # without a name it is the field's own
-        found.setdefault((domain and domain.name) or name, []).append(name)
-    for domain, fields in found.items():
+        by_domain.setdefault((domain and domain.name) or name, []).append(name)
+    for domain, fields in by_domain.items():
         sizes = [f"{name!r} ({cardinalities[name]:,} ids)" for name in fields]
         if len({cardinalities[name] for name in fields}) > 1:
             raise UserError(
@@ -317,4 +317,4 @@ def domains_of(
                 "table, but not a vocabulary. Encode them jointly, or name their domains: "
                 "AddMetadata(properties={'domain': {'min': 0, 'max': …, 'name': …}})"
             )
-    return [tuple(fields) for fields in found.values()]
+    return [tuple(fields) for fields in by_domain.values()]

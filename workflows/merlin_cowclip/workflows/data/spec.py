@@ -248,10 +248,10 @@ class DatasetSpec:
     @property
     def vocabularies(self) -> dict[str, tuple[str, ...]]:
         """Fields of ids by vocabulary."""
-        found: dict[str, tuple[str, ...]] = {}
+        groups: dict[str, tuple[str, ...]] = {}
         for name in self.ids:
-            found[self.vocabulary_of(name)] = (*found.get(self.vocabulary_of(name), ()), name)
-        return found
+            groups[self.vocabulary_of(name)] = (*groups.get(self.vocabulary_of(name), ()), name)
+        return groups
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values for `from_dict`."""
@@ -267,8 +267,8 @@ class DatasetSpec:
             split = Split(**split) if isinstance(split, Mapping) else split
             return cls(**{"categorical": (), **values, "split": split})
         except TypeError as error:
-            found = str(error).split("() ")[-1]  # behind the name of a function
-            raise UserError(f"a key is unknown or missing: {found}") from None
+            reason = str(error).split("() ")[-1]  # behind the name of a function
+            raise UserError(f"a key is unknown or missing: {reason}") from None
 
     @classmethod
     def from_toml(cls, path: str | Path) -> DatasetSpec:

@@ -49,8 +49,8 @@ class Vocabulary:
         hashes, places = _index(Path(path))
         if hashes.exists():
             return cls(np.load(hashes, "r"), np.load(places, "r"), buckets)
-        found = [hash_of(texts.to_numpy(zero_copy_only=False)) for texts in read_texts(Path(path))]
-        return cls.of_hashes(np.concatenate([_NO_HASHES, *found]), buckets)
+        parts = [hash_of(texts.to_numpy(zero_copy_only=False)) for texts in read_texts(Path(path))]
+        return cls.of_hashes(np.concatenate([_NO_HASHES, *parts]), buckets)
 
     @classmethod
     def of_hashes(cls, hashes: np.ndarray, buckets: int = 1) -> Vocabulary:
@@ -101,9 +101,9 @@ class Vocabulary:
             return ids
         order = np.argsort(hashes) if len(hashes) > 1 else slice(None)  # near hashes share pages
         ordered = hashes[order]
-        found = np.minimum(np.searchsorted(self.hashes, ordered), len(self.hashes) - 1)
-        known = self.hashes[found] == ordered
-        ids[order] = np.where(known, self.places[found] + self.first, ids[order])
+        positions = np.minimum(np.searchsorted(self.hashes, ordered), len(self.hashes) - 1)
+        known = self.hashes[positions] == ordered
+        ids[order] = np.where(known, self.places[positions] + self.first, ids[order])
         return ids
 
 
@@ -130,7 +130,7 @@ def write_vocabulary(
     name: str,
     texts: Iterable[pa.Array],
     counts: Mapping[str, np.ndarray],
-    held: Vocabulary,
+    base: Vocabulary,
 ) -> None:
     """Write a vocabulary as Categorify does, its index, and ``counts/<field>.parquet``.
 
@@ -139,12 +139,12 @@ def write_vocabulary(
         name: of the vocabulary.
         texts: all of them, in the order of their ids.
         counts: by field that has this vocabulary, the count of each id.
-        held: the vocabulary of the first texts, if there was one.
+        base: the vocabulary of the first texts, if there was one.
     """
-    path, first, hashes = vocabulary_file(folder / WORKFLOW, name), held.first, [_NO_HASHES]
+    path, first, hashes = vocabulary_file(folder / WORKFLOW, name), base.first, [_NO_HASHES]
     sizes, home = np.sum([*counts.values()], axis=0), folder / "counts"
-    for made in (path.parent, home):
-        made.mkdir(parents=True, exist_ok=True)
+    for directory in (path.parent, home):
+        directory.mkdir(parents=True, exist_ok=True)
     specials = (pa.nulls(first, pa.string()),)
     with contextlib.ExitStack() as stack:
         unique = stack.enter_context(
@@ -166,7 +166,7 @@ def write_vocabulary(
                     pa.record_batch([batch, sizes[start:stop]], schema=unique.schema)
                 )
                 hashes.append(hash_of(batch.to_numpy(zero_copy_only=False)))
-    vocabulary = Vocabulary.of_hashes(np.concatenate(hashes), held.buckets)
+    vocabulary = Vocabulary.of_hashes(np.concatenate(hashes), base.buckets)
     for file, array in zip(_index(path), (vocabulary.hashes, vocabulary.places), strict=True):
         np.save(file, array)
 

@@ -152,8 +152,8 @@ def _check_raw(run: Run, model: Any, exported: Repository, inputs: Any) -> None:
         names = {name: fields.get(name, name) for name in exported.record["columns"]}
         rows = pa.table({name: batch.column(field) for name, field in names.items()})
         # A request cannot contain missing integers and booleans.
-        whole = [c for c in rows.columns if pa.types.is_integer(c.type) or c.type == pa.bool_()]
-        sent = np.flatnonzero(np.all([[True] * len(rows), *(c.is_valid() for c in whole)], axis=0))
+        filled = [c for c in rows.columns if pa.types.is_integer(c.type) or c.type == pa.bool_()]
+        sent = np.flatnonzero(np.all([[True] * len(rows), *(c.is_valid() for c in filled)], axis=0))
         parts = [rows.take(pa.array(sent[part])) for part in halves(len(sent))]
         requests = [exported.request(part) for part in parts]
         alone = [answer for request in requests for answer in served.answers([request])]

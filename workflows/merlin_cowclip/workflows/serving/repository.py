@@ -74,12 +74,10 @@ class Repository:
             try:
                 given = ids_as_text(pa.array(given, from_pandas=True), is_list)
             except (pa.ArrowException, ValueError) as error:
-                spec, remedy = self.record["spec"], "Give a list of ids in each row"
-                if name in (spec["hour"], spec["weekday"]):
-                    remedy = f"Give times as text, in {spec['split']['time_format'] or 'ISO 8601'}"
-                elif not is_list:
-                    remedy = "Give ids as text or whole numbers"
-                raise UserError(f"{where}: {clipped(str(error))}. {remedy}") from None
+                raise UserError(
+                    f"{where}: {clipped(str(error))}. Give ids as text or whole numbers, a list of "
+                    "them in each row of a list column, and times as text"
+                ) from None
         column = as_fitted(given, pa.list_(kind) if is_list else kind, where)
         tensors = {}
         if is_list:

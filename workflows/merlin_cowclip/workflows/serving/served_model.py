@@ -74,8 +74,8 @@ class ServedModel:
     def _joined(self, requests: Sequence[Request]) -> list[Any]:
         given, sizes = zip(*map(_checked, requests), strict=True)
         encoded = self._encoded({name: _join(name, given) for name in self.inputs})
-        found = self._network(network_inputs(self._spec, encoded))
-        return [part[np.newaxis] for part in np.split(found, np.cumsum(sizes)[:-1])]
+        scores = self._network(network_inputs(self._spec, encoded))
+        return [part[np.newaxis] for part in np.split(scores, np.cumsum(sizes)[:-1])]
 
     def _encoded(self, columns: Request) -> dict[str, np.ndarray]:
         if not self._is_adopted:
@@ -115,15 +115,15 @@ def _checked(request: Request) -> tuple[dict[str, np.ndarray], int]:
             raise UserError(f"{name!r} must have the shape (1, n), not {shape}. Reshape it")
         field, is_offsets, _ = name.partition("__offsets")
         if is_offsets:
-            held, rows[field] = len(columns[f"{field}__values"]), len(array) - 1
-            if not len(array) or array[0] or array[-1] != held or (np.diff(array) < 0).any():
-                raise UserError(f"{name!r} must rise from 0 to the number of values, {held:,}")
+            count, rows[field] = len(columns[f"{field}__values"]), len(array) - 1
+            if not len(array) or array[0] or array[-1] != count or (np.diff(array) < 0).any():
+                raise UserError(f"{name!r} must rise from 0 to the number of values, {count:,}")
         elif f"{name.removesuffix('__values')}__offsets" not in columns:
             rows[name] = len(array)
     examples = {number: name for name, number in rows.items()}
     if len(examples) > 1:
-        found = ", ".join(f"{number} in {name!r}" for number, name in examples.items())
-        raise UserError(f"columns differ in their number of rows: {found}")
+        numbers = ", ".join(f"{number} in {name!r}" for number, name in examples.items())
+        raise UserError(f"columns differ in their number of rows: {numbers}")
     if not any(rows.values()):
         raise UserError("the request has no rows")
     return columns, next(iter(rows.values()))

@@ -70,11 +70,11 @@ def batch_size(
     sweep(data, configs, out, command=command, progress=progress)
     groups = Comparison.of(runs_of(Path(out))[0]).groups
     by_size = {group.options["batch_size"]: group for group in groups}
-    found = result(by_size, data.rows["train"], tolerance)
-    write_json(Path(out) / "batch-size.json", found)
+    outcome = result(by_size, data.rows["train"], tolerance)
+    write_json(Path(out) / "batch-size.json", outcome)
     used = [run.result["config"] for group in groups for run in group.finished if run.result]
-    write_page(Path(out) / HTML, page_of(found, command), used)
-    return found
+    write_page(Path(out) / HTML, page_of(outcome, command), used)
+    return outcome
 
 
 def epochs_to(target: float, aucs: Iterable[float]) -> float | None:
@@ -119,22 +119,22 @@ def result(groups: Mapping[int, Group], rows: int, tolerance: float) -> dict[str
             one["deviation"] = statistics.stdev(numbers) if numbers[1:] else 0.0
             one["steps"] = one["mean_epochs"] * rows / size
         sizes.append(one)
-    found: dict[str, Any] = {"target_auc": target, "sizes": sizes, "E0": None, "B*": None}
+    outcome: dict[str, Any] = {"target_auc": target, "sizes": sizes, "E0": None, "B*": None}
     if len(curves) >= _SIZES:
         points = ((one["batch_size"], number) for one in sizes for number in one["epochs"])
         e0, critical = fit(points)
         if e0 > 0:  # else the epochs grow faster than a line
-            found |= {"E0": e0, "B*": critical if math.isfinite(critical) else None}
+            outcome |= {"E0": e0, "B*": critical if math.isfinite(critical) else None}
     return {
-        **found,
-        "sentence": _sentence(found, tolerance),
+        **outcome,
+        "sentence": _sentence(outcome, tolerance),
         "warning": few_steps(rows, max(groups)),
     }
 
 
-def _sentence(found: Mapping[str, Any], tolerance: float) -> str:
+def _sentence(outcome: Mapping[str, Any], tolerance: float) -> str:
     """What to conclude."""
-    first, *_ = sizes = found["sizes"]
+    first, *_ = sizes = outcome["sizes"]
     kept = first
     for one in sizes:
         if not one["valid_auc"] or one["valid_auc"][0] < first["valid_auc"][0] - tolerance:
@@ -145,54 +145,54 @@ def _sentence(found: Mapping[str, Any], tolerance: float) -> str:
     if free != small:
         fewer = f"{free / small:.3g}× fewer steps"
         sentence = f"Up to {free:,} the AUC of {small:,} is kept, in {fewer}"
-    if found["B*"] is not None:
+    if outcome["B*"] is not None:
         means = {one["batch_size"]: one["mean_epochs"] for one in sizes if one["epochs"]}
-        fitted = {size: found["E0"] * (1 + size / found["B*"]) for size in means}
+        fitted = {size: outcome["E0"] * (1 + size / outcome["B*"]) for size in means}
         miss = max(abs(fitted[size] / mean - 1) for size, mean in means.items())
-        critical = float(f"{found['B*']:.2g}")
+        critical = float(f"{outcome['B*']:.2g}")
         sentence += f"; critical batch size {critical:,.0f} (its fit is off by {100 * miss:.0f} %)"
     return f"{sentence}."
 
 
-def table(found: Mapping[str, Any]) -> Table:
+def table(outcome: Mapping[str, Any]) -> Table:
     """A row for each batch size."""
     rows = []
-    for one in found["sizes"]:
+    for one in outcome["sizes"]:
         row = [f"{one['batch_size']:,}", f"{one['steps_per_epoch']:,}"]
         row += [AUC.shown(*one[key]) if one[key] else "diverged" for key in ("valid_auc", "auc")]
         if one["epochs"]:
             spread = f" ± {one['deviation']:.2f}" * bool(one["epochs"][1:])
             row += [f"{one['mean_epochs']:.2f}{spread}", f"{one['steps']:,.0f}"]
         rows.append([*row, "", ""][:6])
-    target = f"{100 * found['target_auc']:.2f}"
+    target = f"{100 * outcome['target_auc']:.2f}"
     header = ["batch size", "steps/epoch", "validation AUC, %", "test AUC, %"]
     return [*header, f"epochs to {target} %", "steps to it"], rows
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(outcome: Mapping[str, Any]) -> str:
     """For a terminal."""
-    warning = f"\n\nWarning: {found['warning']}" * bool(found["warning"])
-    return f"{format_table(*table(found))}\n\n{found['sentence']}{warning}"
+    warning = f"\n\nWarning: {outcome['warning']}" * bool(outcome["warning"])
+    return f"{format_table(*table(outcome))}\n\n{outcome['sentence']}{warning}"
 
 
-def page_of(found: Mapping[str, Any], command: str) -> Page:
+def page_of(outcome: Mapping[str, Any], command: str) -> Page:
     """For a page."""
-    target = f"{100 * found['target_auc']:.2f} %"
+    target = f"{100 * outcome['target_auc']:.2f} %"
     aucs: dict[str, Line] = {
         name: [
             (one["batch_size"], *(100 * of for of in one[key]))
-            for one in found["sizes"]
+            for one in outcome["sizes"]
             if one[key]
         ]
         for name, key in (("validation", "valid_auc"), ("test", "auc"))
     }
-    whole = [one for one in found["sizes"] if one["epochs"]]
+    measured = [one for one in outcome["sizes"] if one["epochs"]]
     epochs: dict[str, Line] = {
-        "measured": [(one["batch_size"], one["mean_epochs"], one["deviation"]) for one in whole]
+        "measured": [(one["batch_size"], one["mean_epochs"], one["deviation"]) for one in measured]
     }
-    if found["E0"] is not None:
-        slope = found["E0"] / found["B*"] if found["B*"] else 0.0
-        fitted = [(x, found["E0"] + slope * x, 0.0) for x, _, _ in epochs["measured"]]
+    if outcome["E0"] is not None:
+        slope = outcome["E0"] / outcome["B*"] if outcome["B*"] else 0.0
+        fitted = [(x, outcome["E0"] + slope * x, 0.0) for x, _, _ in epochs["measured"]]
         epochs["E0 · (1 + B / B*)"] = fitted
     plots = {
         "AUC at the end": line_plot(aucs, "batch size", "AUC, %", powers_of_two=True),
@@ -204,6 +204,6 @@ def page_of(found: Mapping[str, Any], command: str) -> Page:
         "Tuned learning rates and λ scaled by √, with the same epochs and schedule. "
         f"{target} is the highest AUC that all runs reach, interpolated between epochs."
     )
-    headline = f"No verdict: {found['warning']}" if found["warning"] else found["sentence"]
+    headline = f"No verdict: {outcome['warning']}" if outcome["warning"] else outcome["sentence"]
     title = "How large a batch these data take"
-    return Page(title, headline, [table(found)], [note], [*plots.items()], command)
+    return Page(title, headline, [table(outcome)], [note], [*plots.items()], command)

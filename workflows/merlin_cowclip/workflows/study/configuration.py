@@ -134,8 +134,8 @@ class TuneConfig:
     def ranges(self) -> dict[str, tuple[float, float]]:
         """`RANGES` that contain the first trials."""
         starts = [_values(config) for config in (*self.rules.values(), *self.portfolio)]
-        found = {name: [one[name] for one in starts if one[name] > 0] for name in RANGES}
-        return {n: (min(low, *found[n]), max(high, *found[n])) for n, (low, high) in RANGES.items()}
+        known = {name: [one[name] for one in starts if one[name] > 0] for name in RANGES}
+        return {n: (min(low, *known[n]), max(high, *known[n])) for n, (low, high) in RANGES.items()}
 
     def params(self, config: TrainConfig) -> Params:
         """The parameters of a training; `train_config` is the inverse."""

@@ -153,7 +153,7 @@ def write_page(path: Path, page: Page, configs: Iterable[Mapping[str, Any]]) -> 
 
 def _facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """The date, and what the runs are of; where they differ, all of it."""
-    found: dict[str, list[str]] = {"date": [f"{datetime.datetime.now():%Y-%m-%d %H:%M}"]}
+    facts: dict[str, list[str]] = {"date": [f"{datetime.datetime.now():%Y-%m-%d %H:%M}"]}
     for config in configs:
         rows, machine = config["rows"], config["machine"]
         gpus = ", ".join(machine.get("gpus", ())) or "none"
@@ -166,5 +166,5 @@ def _facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
             "machine": f"{cpu}, GPUs: {gpus}",
             "versions": ", ".join(f"{name} {of}" for name, of in config["versions"].items()),
         }.items():
-            found.setdefault(key, []).append(value)
-    return {key: "; ".join(dict.fromkeys(values)) for key, values in found.items()}
+            facts.setdefault(key, []).append(value)
+    return {key: "; ".join(dict.fromkeys(values)) for key, values in facts.items()}

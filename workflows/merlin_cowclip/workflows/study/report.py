@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,11 +58,11 @@ class Trained:
 
     def number(self, quantity: Quantity) -> float | None:
         """A number of its result; the validation AUC is that of the epoch that the run uses."""
-        found: Any = self.result or {}
-        if quantity is VALID_AUC and found:
-            is_best = found["checkpoint"] == "best"
-            found = found["epochs"][found["best_epoch"] - 1 if is_best else -1]
-        number: float | None = found.get(quantity.key)
+        values: Any = self.result or {}
+        if quantity is VALID_AUC and values:
+            is_best = values["checkpoint"] == "best"
+            values = values["epochs"][values["best_epoch"] - 1 if is_best else -1]
+        number: float | None = values.get(quantity.key)
         return number
 
 
@@ -89,8 +88,8 @@ class Group:
     def numbers(self, quantity: Quantity) -> dict[int, float]:
         """By seed, of the runs that have ended; none if one diverged."""
         ended = {s: run.number(quantity) for s, run in self.runs.items() if run.result is not None}
-        found = {seed: number for seed, number in ended.items() if number is not None}
-        return found if len(found) == len(ended) else {}
+        finite = {seed: number for seed, number in ended.items() if number is not None}
+        return finite if len(finite) == len(ended) else {}
 
     def mean(self, quantity: Quantity) -> tuple[float, float] | None:
         """Mean and sample deviation (0 of one run); None without numbers."""
@@ -128,12 +127,12 @@ class Comparison:
         names, implied = differing([run.options for run in runs])
         numeric = [n for n in names if all(type(run.options[n]) in (int, float) for run in runs)]
         x = "batch_size" if "batch_size" in numeric else next(iter(numeric), "")
-        found: dict[str, list[Trained]] = {}
+        by_options: dict[str, list[Trained]] = {}
         for run in runs:
-            found.setdefault(key_of(run.options, names), []).append(run)
+            by_options.setdefault(key_of(run.options, names), []).append(run)
         rest = [name for name in names if name != x]
         groups = []
-        for options, same in ((runs[0].options, runs) for runs in found.values()):
+        for options, same in ((runs[0].options, runs) for runs in by_options.values()):
             label = ", ".join(shown(options[name]) for name in rest)
             name = ", ".join(filter(None, (label, f"{x} {shown(options[x])}" if x else "")))
             by_seed = {run.seed: run for run in same}
@@ -189,38 +188,18 @@ class Difference(NamedTuple):
         return self.low > 0 or self.high < 0
 
 
-def differences(groups: Sequence[Group], quantity: Quantity) -> dict[tuple[int, int], Difference]:
-    """Of each pair of groups, by their places, both ways: the first minus the second.
+def difference(first: Group, second: Group, quantity: Quantity, level: float) -> Difference | None:
+    """The first group minus the second by the same seeds, with its paired t-interval.
 
-    Paired t-intervals with Holm's correction: of m pairs by rising p, the one at place i (from 0)
-    has the confidence 1 - 0.05 / (m - i), and those after the first one that is not clear have its
-    confidence. Groups that share their runs, or fewer than two seeds, are left out.
+    The interval has the confidence 1 - ``level``. None for fewer than two common seeds.
     """
-    pairs: dict[tuple[int, int], tuple[float, float, int]] = {}  # mean, its error, freedom
-    for one, other in itertools.combinations(range(len(groups)), 2):
-        first, second = (groups[i].numbers(quantity) for i in (one, other))
-        seeds = [s for s in first if s in second]
-        same = all(groups[one].runs[s].path == groups[other].runs[s].path for s in seeds)
-        if len(seeds) > 1 and not same:
-            values = [first[seed] - second[seed] for seed in seeds]
-            error = statistics.stdev(values) / math.sqrt(len(values))
-            pairs[one, other] = statistics.fmean(values), error, len(values) - 1
-
-    def p_value(pair: tuple[int, int]) -> float:
-        mean, error, freedom = pairs[pair]
-        t = abs(mean) / error if error else math.inf * bool(mean)
-        return float(stats.t.sf(t, freedom)) if mean else 1.0
-
-    found: dict[tuple[int, int], Difference] = {}
-    left, rejects = len(pairs), True
-    for pair in sorted(pairs, key=p_value):
-        mean, error, freedom = pairs[pair]
-        half = float(stats.t.isf(LEVEL / left / 2, freedom)) * error
-        found[pair] = Difference(mean, mean - half, mean + half)
-        found[pair[::-1]] = Difference(-mean, -mean - half, -mean + half)
-        rejects = rejects and found[pair].is_clear
-        left -= rejects
-    return found
+    one, other = first.numbers(quantity), second.numbers(quantity)
+    values = [one[seed] - other[seed] for seed in one if seed in other]
+    if len(values) < 2:
+        return None
+    mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+    half = float(stats.t.isf(level / 2, len(values) - 1)) * error
+    return Difference(mean, mean - half, mean + half)
 
 
 def report(*runs: str | Path, out: str | Path | None = None) -> tuple[Path, str]:
@@ -233,8 +212,8 @@ def report(*runs: str | Path, out: str | Path | None = None) -> tuple[Path, str]
     trained, command = [], ""
     for path in map(Path, runs):
         is_sweep = (path / RECORD).exists()
-        found, command = runs_of(path) if is_sweep else ([_of_run(path)], "")
-        trained += found
+        of_path, command = runs_of(path) if is_sweep else ([_of_run(path)], "")
+        trained += of_path
     ended = [run for run in trained if run.result]
     if not ended:
         raise UserError(f"{runs[0]} has no run that ended. To resume a sweep, repeat its command")
@@ -313,8 +292,9 @@ def _verdict(comparison: Comparison, quantity: Quantity) -> tuple[str, Table]:
         if not means:
             continue
         best = (max if quantity in (AUC, VALID_AUC) else min)(means, key=means.__getitem__)
-        found = differences(family, quantity)
-        others = {i: found[i, best] for i in means if (i, best) in found}
+        level = LEVEL / max(math.comb(len(family), 2), 1)  # Bonferroni's
+        compared = {i: difference(family[i], family[best], quantity, level) for i in means}
+        others = {i: one for i, one in compared.items() if one and i != best}
         worse, unclear = (
             "; ".join(family[i].name for i, one in others.items() if one.is_clear == is_clear)
             for is_clear in (True, False)
@@ -340,7 +320,7 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     same = f" of the same {comparison.x}" * (len(comparison.families()) > 1)
     yield (
         "Mean ± sample standard deviation over seeds. Differences are paired by seed; 95 % holds "
-        f"for all pairs of groups{same} together (Holm)."
+        f"for all pairs of groups{same} together (Bonferroni)."
     )
     if "data" in comparison.names:
         yield "The data differ. AUCs on different data do not compare."

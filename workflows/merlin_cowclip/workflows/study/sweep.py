@@ -143,17 +143,17 @@ def _write_record(out: Path, data: PreparedData, runs: Mapping[str, Any]) -> Non
         **columns_of(data),
         "cardinalities": data.cardinalities,
     }
-    whole = {**record, "data": data.folders, **runs}
-    make_once(out, RECORD, whole, [RUNS])
-    found = read_json(out / RECORD) if (out / RECORD).exists() else {}
-    if {**found, **record} != found:
-        of = f"a sweep of {' '.join(found['data'])} as it was" if found else "neither"
+    content = {**record, "data": data.folders, **runs}
+    make_once(out, RECORD, content, [RUNS])
+    earlier = read_json(out / RECORD) if (out / RECORD).exists() else {}
+    if {**earlier, **record} != earlier:
+        of = f"a sweep of {' '.join(earlier['data'])} as it was" if earlier else "neither"
         raise UserError(
             f"the output folder must be new, or a sweep of {data.path}. {out} is {of}. Name "
             "another folder"
         )
     with locked(out / LOCK):
-        write_json(out / RECORD, whole)
+        write_json(out / RECORD, content)
 
 
 def _ended(run: Path) -> str:

@@ -254,9 +254,9 @@ class _Tuning:
     def _promising(self, ended: Sequence[Trial]) -> list[Trial]:
         """Trials that could still have the best mean, within its error; those begun come first."""
         left = [one for one in ended if len(one["repeats"]) < len(self.seeds)]
-        whole = [one for one in ended if one not in left and one["mean"] is not None]
-        errors = [one["deviation"] for one in whole if one["deviation"] is not None]
-        least = max((one["mean"] for one in whole), default=-math.inf)
+        repeated = [one for one in ended if one not in left and one["mean"] is not None]
+        errors = [one["deviation"] for one in repeated if one["deviation"] is not None]
+        least = max((one["mean"] for one in repeated), default=-math.inf)
         least -= statistics.fmean(errors or [ERROR])
         left = [one for one in left if (one["estimate"] or -math.inf) > least]
         return sorted(left, key=lambda one: (not one["repeats"], -one["estimate"]))

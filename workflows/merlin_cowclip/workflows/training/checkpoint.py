@@ -87,10 +87,10 @@ class Checkpoint:
             rows = [tf.train.load_checkpoint(str(path)) for path in paths]
             sharded = {n for n in variables if rows and rows[0].has_tensor(_key_in_file(n))}
             for name in sharded:
-                whole = np.empty(variables[name].shape, variables[name].dtype.as_numpy_dtype)
+                table = np.empty(variables[name].shape, variables[name].dtype.as_numpy_dtype)
                 for rank, reader in enumerate(rows):
-                    whole[rank :: len(rows)] = reader.get_tensor(_key_in_file(name))
-                variables[name].assign(whole)
+                    table[rank :: len(rows)] = reader.get_tensor(_key_in_file(name))
+                variables[name].assign(table)
             _read(self.path / _STATE, {n: v for n, v in variables.items() if n not in sharded})
 
 

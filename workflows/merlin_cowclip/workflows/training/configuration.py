@@ -174,9 +174,9 @@ def option(
     `metavar`; `flag`, the option's name where it is not the field's.
     """
     check = check or _CHECKS.get(kind)
-    found = {"help": help, "group": group, "kind": kind, "choices": choices, "check": check}
+    metadata = {"help": help, "group": group, "kind": kind, "choices": choices, "check": check}
     none = dict.fromkeys(("symbol", "shown", "metavar", "flag"), "")
-    return dataclasses.field(default=default, metadata={**found, **none, **texts})
+    return dataclasses.field(default=default, metadata={**metadata, **none, **texts})
 
 
 def check_fields(instance: Any) -> None:
@@ -491,10 +491,10 @@ def base_fields(values: Hyperparameters | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(values, Hyperparameters):
         values = values.to_dict()
     refuse_unknown("base", values, [field.name for field in dataclasses.fields(Hyperparameters)])
-    found = {("base_batch_size" if k == "batch_size" else k): v for k, v in values.items()}
-    if found.pop("decay", False):
-        found |= {"dense_schedule": TO_ZERO, "embedding_schedule": TO_ZERO}
-    return found if found.get("clip", "") is not None else {**found, "clip": NO_CLIP}
+    options = {("base_batch_size" if k == "batch_size" else k): v for k, v in values.items()}
+    if options.pop("decay", False):
+        options |= {"dense_schedule": TO_ZERO, "embedding_schedule": TO_ZERO}
+    return options if options.get("clip", "") is not None else {**options, "clip": NO_CLIP}
 
 
 BASE_FIELDS = tuple(base_fields(Hyperparameters()))

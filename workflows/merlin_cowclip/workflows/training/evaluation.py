@@ -53,12 +53,12 @@ class MetricAccumulator:
 
     def quality(self, ranks: int = 1) -> Quality:
         """Of all that was added, also on other ranks, each row on one of them."""
-        clicked, found = np.concatenate(self._clicked), np.concatenate(self._found)
-        self._clicked, self._found = [clicked], [found]  # the parts take as much once more
+        clicked, scores = np.concatenate(self._clicked), np.concatenate(self._found)
+        self._clicked, self._found = [clicked], [scores]  # the parts take as much once more
         if ranks > 1:
             from merlin_cowclip.plugins.distributed.horovod import all_gather
 
-            clicked, found = all_gather(clicked.astype(np.uint8)).astype(bool), all_gather(found)
+            clicked, scores = all_gather(clicked.astype(np.uint8)).astype(bool), all_gather(scores)
         rows, clicks = len(clicked), int(np.count_nonzero(clicked))
         if clicks in (0, rows):
             raise UserError(
@@ -66,18 +66,18 @@ class MetricAccumulator:
                 f"{int(clicks > 0)}, in {rows:,} rows. Take more rows: prepare the data with a "
                 "larger test part, or split at random"
             )
-        if wrong := int(np.count_nonzero(~np.isfinite(found))):
+        if wrong := int(np.count_nonzero(~np.isfinite(scores))):
             raise NotFiniteError(
                 f"predictions must be numbers. Received: NaN for {wrong:,} of {rows:,} rows. "
                 "The model diverged: lower the learning rates, or check the data for inf and NaN"
             )
         loss = total = 0.0
         for start in range(0, rows, _CHUNK):
-            here, some = clicked[start : start + _CHUNK], found[start : start + _CHUNK]
+            here, some = clicked[start : start + _CHUNK], scores[start : start + _CHUNK]
             total += float(some.sum(dtype=np.float64))
             limited = np.clip(some.astype(np.float64), 1e-7, 1 - 1e-7)
             loss -= float(np.log(np.where(here, limited, 1 - limited)).sum())
-        auc = _wins(found[clicked], found[~clicked]) / (2 * clicks * (rows - clicks))
+        auc = _wins(scores[clicked], scores[~clicked]) / (2 * clicks * (rows - clicks))
         return Quality(auc, loss / rows, total / clicks)
 
 
@@ -106,8 +106,8 @@ class Predictor:
     def quality(self, loader: Loader, *, rank: int = 0, ranks: int = 1) -> Quality:
         """Of every row of a loader; several ranks share its batches, and all call this."""
         found = MetricAccumulator()
-        for labels, probabilities in self.batches(loader, rank, ranks):
-            found.add(labels, probabilities)
+        for labels, scores in self.batches(loader, rank, ranks):
+            found.add(labels, scores)
         if rank >= len(loader) % ranks > 0 and is_in_shards(self._model):
             self.probabilities(loader.peek()[0])  # other ranks, with a batch more, look rows up
         with raise_on_any_rank():
@@ -134,15 +134,15 @@ class Predictor:
                 "a model must predict one probability for each row. Received: "
                 f"{type(predictions).__name__} of shape {shape}. Evaluate a model of one output"
             )
-        found: np.ndarray = np.asarray(predictions, np.float32).ravel()
-        wrong = found[(found < 0) | (found > 1)]  # NaN is reported once all rows are known
+        scores: np.ndarray = np.asarray(predictions, np.float32).ravel()
+        wrong = scores[(scores < 0) | (scores > 1)]  # NaN is reported once all rows are known
         if len(wrong):
             raise UserError(
                 f"predictions must be probabilities, 0 to 1. Received: {wrong[0]:.6g}, and "
                 f"{len(wrong) - 1:,} others. End the model in a sigmoid, and take its loss "
                 "of probabilities (from_logits=False)"
             )
-        return found
+        return scores
 
 
 def predict(model: mm.Model, loader: Loader) -> tuple[np.ndarray, np.ndarray]:

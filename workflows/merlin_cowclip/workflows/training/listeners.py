@@ -124,7 +124,7 @@ class _Service(Listener):
 
 
 def _mlflow(mlflow: Any, known: str | None, name: str, config: Values) -> tuple[Any, ...]:
-    found = mlflow.start_run(known, run_name=name, nested=True).info.run_id
+    run_id = mlflow.start_run(known, run_name=name, nested=True).info.run_id
     if known is None:  # parameters of a run cannot change
         scaled = {f"scaled.{name}": value for name, value in config["scaled"].items()}
         mlflow.log_params({n: str(of)[:500] for n, of in {**config, **scaled}.items()})
@@ -138,7 +138,7 @@ def _mlflow(mlflow: Any, known: str | None, name: str, config: Values) -> tuple[
         with contextlib.redirect_stdout(sys.stderr):  # it prints a link
             mlflow.end_run("FAILED" if exit_code else "FINISHED")
 
-    return found, log, end
+    return run_id, log, end
 
 
 def _wandb(wandb: Any, known: str | None, name: str, config: Values) -> tuple[Any, ...]:

@@ -48,8 +48,8 @@ class Order(NamedTuple):
     @property
     def batches(self) -> int:
         """Batches per epoch, the same number on every rank."""
-        whole, left = divmod(sum(self.group_rows), self.batch_size)
-        return whole + (left > 0 and not self.drop_last)
+        full, left = divmod(sum(self.group_rows), self.batch_size)
+        return full + (left > 0 and not self.drop_last)
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[tuple[list[int], np.ndarray]]:
         """Row groups to read together, and which of their rows to take, in order.

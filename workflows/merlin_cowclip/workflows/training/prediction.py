@@ -101,11 +101,11 @@ def evaluate_logs(
             f"{incoming.files[0]}, without label {run.spec().label!r}. Rows without labels are for "
             "'merlin-cowclip predict'"
         )
-    found, rows = MetricAccumulator(), 0
+    metrics, rows = MetricAccumulator(), 0
     for table in _scored(run, incoming, which, batch_size, progress):
-        found.add(table[LABEL].to_numpy(), table[PROBABILITY].to_numpy())
+        metrics.add(table[LABEL].to_numpy(), table[PROBABILITY].to_numpy())
         rows += len(table)
-    return found.quality(), rows
+    return metrics.quality(), rows
 
 
 def _scored(

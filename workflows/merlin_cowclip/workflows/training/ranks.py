@@ -64,18 +64,18 @@ def joined() -> RankInfo:
     with quiet_imports():
         from merlin_cowclip.plugins._tensorflow import tf
         from merlin_cowclip.plugins.distributed.horovod import ranks
-    found = RankInfo(*ranks())
-    if found.size == 1 < launched().size:
+    info = RankInfo(*ranks())
+    if info.size == 1 < launched().size:
         raise AgreedError(
             "several ranks need Horovod with TensorFlow and their launcher's network. Received: "
             f"{launched().size} processes that know nothing of each other. Install Horovod by "
             "containers/horovod.sh, as docs/scaling.md says, or run one process"
         )
     gpus = tf.config.list_physical_devices("GPU")
-    if found.size > 1 and gpus:
+    if info.size > 1 and gpus:
         with contextlib.suppress(RuntimeError):  # a script of one's own has begun to use them
-            tf.config.set_visible_devices(gpus[found.local_rank % len(gpus)], "GPU")
-    return found
+            tf.config.set_visible_devices(gpus[info.local_rank % len(gpus)], "GPU")
+    return info
 
 
 def is_rank_zero() -> bool:

@@ -67,17 +67,17 @@ def read(groups: Groups, spec: DatasetSpec) -> pa.Table:
 
 def rebatch(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
     """The same rows, `size` at a time; the last table may be smaller."""
-    held: list[pa.Table] = []
+    pending: list[pa.Table] = []
     room = size
     for table in tables:
         while len(table) >= room:
-            yield pa.concat_tables([*held, table.slice(0, room)])
-            held, room, table = [], size, table.slice(room)
+            yield pa.concat_tables([*pending, table.slice(0, room)])
+            pending, room, table = [], size, table.slice(room)
         if len(table):
-            held.append(table)
+            pending.append(table)
             room -= len(table)
-    if held:
-        yield pa.concat_tables(held)
+    if pending:
+        yield pa.concat_tables(pending)
 
 
 def features_of(table: pa.Table, spec: DatasetSpec, batches: int = 1) -> dict[str, np.ndarray]:

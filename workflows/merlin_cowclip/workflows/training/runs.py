@@ -236,17 +236,10 @@ class Run:
             ranges, it was prepared with another vocabulary, or adopted from another pipeline.
         """
         if change := difference(self.config, self.path, data, grown=grown):
-            path = shlex.quote(str(self.path))
-            remedy = f"Encode the logs by merlin-cowclip prepare LOG --vocabulary-from {path}"
-            if self.is_adopted:
-                remedy = "Evaluate on raw rows, or adopt parquet that the run's workflow wrote"
-            elif not difference(self.config, self.path, data, grown=True):
-                remedy = (
-                    f"It has grown (--grow). Use the raw log: merlin-cowclip evaluate {path} LOG"
-                )
             raise UserError(
                 f"the data must have the columns, numbers and ids of the run. Received: "
-                f"{data.path}, which differs from {self.path} in {change}. {remedy}"
+                f"{data.path}, which differs from {self.path} in {change}. Evaluate on raw rows, "
+                f"or prepare them with --vocabulary-from {shlex.quote(str(self.path))}"
             )
 
     def model(self, which: str | None = None) -> Any:

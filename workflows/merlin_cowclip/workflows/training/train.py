@@ -188,11 +188,11 @@ def _warm_start(
         run.checkpoint().read(state_of(model, optimizer))
         return
     trained = run.model()  # deferred: with the updates that its rows had missed
-    found, tables = weights_of(trained), embeddings_of(trained)
+    weights, tables = weights_of(trained), embeddings_of(trained)
     layers = {layer.table.ref(): layer for layer in embeddings_of(model).values()}
     for name, variable in weights_of(model).items():
-        if variable.shape == found[name].shape:
-            variable.assign(found[name])
+        if variable.shape == weights[name].shape:
+            variable.assign(weights[name])
             continue
         mine = layers[variable.ref()]  # new ids follow those of their field
         other, values = tables[mine.name], variable.numpy()
@@ -228,14 +228,14 @@ def resume(
         changed, or whose last checkpoint is damaged.
       Stopped: as `train`.
     """
-    path, mine = Path(run), None
+    path, stored = Path(run), None
     with contextlib.ExitStack() as stack:
         with raise_on_any_rank():
             stopping = Stopping(max_minutes)
             if is_rank_zero():
-                mine = read_config(path)
+                stored = read_config(path)
                 stack.enter_context(locked(path / LOCK, wait=False))
-        before = gather_objects(mine)[0]
+        before = gather_objects(stored)[0]
         with raise_on_any_rank():
             config, loader, record = _reopened(before, path, data, epochs)
         check_alike(record)

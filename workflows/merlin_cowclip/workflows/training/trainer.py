@@ -427,8 +427,8 @@ def clip_sentence(fields: Sequence[FieldStatistics], clip: str | None) -> str:
     clipped = [one for one in fields if one.is_clipped and one.steps]
     if not clipped:
         return "No table is clipped."
-    whole = _sum(field.all for field in clipped)
-    if not whole.clipped_rows:
+    total = _sum(field.all for field in clipped)
+    if not total.clipped_rows:
         name = "CowClip" if clip == "adaptive_column" else "The clip"
         return (
             f"{name} was inactive in this run (no row reached its bound); the result comes from "
@@ -436,7 +436,7 @@ def clip_sentence(fields: Sequence[FieldStatistics], clip: str | None) -> str:
         )
     touched = sum(field.all.clipped_rows > 0 for field in clipped)
     return (
-        f"Gradients of {100 * whole.clipped_rows / whole.rows:.3g} % of the rows were clipped "
-        f"({100 * whole.clipped_occurrences / whole.occurrences:.3g} % of the occurrences), in "
+        f"Gradients of {100 * total.clipped_rows / total.rows:.3g} % of the rows were clipped "
+        f"({100 * total.clipped_occurrences / total.occurrences:.3g} % of the occurrences), in "
         f"{touched} of {len(clipped)} clipped fields."
     )

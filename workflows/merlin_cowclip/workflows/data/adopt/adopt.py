@@ -136,12 +136,12 @@ def _inputs_of(folder: Path, files: list[validate.InputFile], label: str, name: 
     workflow, stored = graph.load_saved(folder), files[0].schema
     if not workflow.output_schema:
         raise UserError(f"{folder} is not fitted: it has no schema. Save it after fit")
-    columns, found = graph.trace(workflow.output_node), workflow.output_schema
-    roles = {c.name: _role(c, columns[c.name]) for c in found if c.name != label}
+    columns, outputs = graph.trace(workflow.output_node), workflow.output_schema
+    roles = {c.name: _role(c, columns[c.name]) for c in outputs if c.name != label}
     ids, numbers = ([c for c in roles if roles[c] == role] for role in ("id", "number"))
     if not ids:
         raise UserError(
-            f"No column of ids in the workflow: none of {quoted(found.column_names)} has "
+            f"No column of ids in the workflow: none of {quoted(outputs.column_names)} has "
             "Tags.CATEGORICAL. Encode ids with Categorify"
         )
     lists = [c for c in ids if c in stored.names and validate.is_list(stored.field(c).type)]
@@ -155,11 +155,11 @@ def _inputs_of(folder: Path, files: list[validate.InputFile], label: str, name: 
     others += [c for c in stored.names if c not in (label, *roles)]
     left_out = f"left out, tagged neither categorical nor continuous: {quoted(others)}"
     notes = [left_out] if others else []
-    cardinalities = {c: _cardinality(found[c]) for c in spec.ids}
-    domains_of({c: found[c] for c in spec.ids}, cardinalities)
+    cardinalities = {c: _cardinality(outputs[c]) for c in spec.ids}
+    domains_of({c: outputs[c] for c in spec.ids}, cardinalities)
     tags, kind = [Tags.TARGET, Tags.BINARY_CLASSIFICATION], stored.field(label).type
     target = ColumnSchema(label, tags=tags, dtype=np.dtype(kind.to_pandas_dtype()))
-    inputs = [_input(found[c], stored.field(c).type, columns[c], c in ids) for c in spec.fields]
+    inputs = [_input(outputs[c], stored.field(c).type, columns[c], c in ids) for c in spec.fields]
     return _Inputs(spec, Schema([target, *inputs]), cardinalities, columns, notes)
 
 
@@ -246,8 +246,8 @@ def _scan(
                 for name in spec.ids:
                     ids = validate.checked_ids(batch, name, sizes[name], where)
                     if part == "train":
-                        found = pc.value_counts(pa.array(ids))
-                        ids, often = (found.field(i).to_numpy() for i in (0, 1))
+                        by_id = pc.value_counts(pa.array(ids))
+                        ids, often = (by_id.field(i).to_numpy() for i in (0, 1))
                         counts[name][ids] += often
                 bar.update(batch.num_rows)
             if files and positives[part] in (0, rows[part]):

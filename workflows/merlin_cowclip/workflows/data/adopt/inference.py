@@ -139,19 +139,19 @@ def _types(workflow: nvt.Workflow, outputs: Mapping[str, Column]) -> dict[str, p
     """Types of raw columns at the fit: of the schema, or where it has none, of a vocabulary."""
     vocabularies = [column.vocabulary for column in outputs.values()]
     read = {one.read: one.type for one in vocabularies if one is not None}
-    found: dict[str, pa.DataType | None] = {}
+    types: dict[str, pa.DataType | None] = {}
     for column in workflow.input_schema:
         known = None if column.dtype.name == "unknown" else column.dtype.to_numpy
         kind = np.dtype(known or object)
-        held = pa.from_numpy_dtype(kind) if kind.kind in "iufb" else read.get(column.name)
-        if kind.kind == "M" or (held is not None and kinds.is_timestamp(held)):
-            held = pa.timestamp("ns", getattr(held, "tz", None))  # pandas' unit
-        elif held == pa.float16():
-            held = pa.float32()
-        elif held is not None and kinds.is_decimal(held):  # as wide as the vocabulary's values
-            held = pa.decimal128(38, held.scale)
-        found[column.name] = pa.list_(held) if column.is_list and held is not None else held
-    return found
+        fitted = pa.from_numpy_dtype(kind) if kind.kind in "iufb" else read.get(column.name)
+        if kind.kind == "M" or (fitted is not None and kinds.is_timestamp(fitted)):
+            fitted = pa.timestamp("ns", getattr(fitted, "tz", None))  # pandas' unit
+        elif fitted == pa.float16():
+            fitted = pa.float32()
+        elif fitted is not None and kinds.is_decimal(fitted):  # as wide as the vocabulary's values
+            fitted = pa.decimal128(38, fitted.scale)
+        types[column.name] = pa.list_(fitted) if column.is_list and fitted is not None else fitted
+    return types
 
 
 def as_fitted(column: Any, kind: pa.DataType | None, where: str) -> pa.Array:

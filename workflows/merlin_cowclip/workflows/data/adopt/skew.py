@@ -44,16 +44,16 @@ def check_skew(
     ends = pd.concat([1e-3 * numbers.std(ddof=0), 1e-5 * numbers.abs().max()], axis=1)
     widths = ends.max(axis=1).replace(0, 1).fillna(1).to_dict()
     wanted = [_hashes(rows, widths, shift) for shift in SHIFTS]
-    found = np.zeros(len(rows), bool)
+    same = np.zeros(len(rows), bool)
     for _, batch in batches(encoded, fields, BATCH_ROWS):
         frame = batch.to_pandas()
         for keys, shift in zip(wanted, SHIFTS, strict=True):
-            found |= np.isin(keys, _hashes(frame, widths, shift))
-    if found.all():
+            same |= np.isin(keys, _hashes(frame, widths, shift))
+    if same.all():
         return [sizes] if len(rows) < taken else []
-    first = rows[~found].iloc[0]
+    first = rows[~same].iloc[0]
     raise UserError(
-        f"{(~found).sum():,} of {len(rows):,} raw rows are encoded otherwise than in the parquet, "
+        f"{(~same).sum():,} of {len(rows):,} raw rows are encoded otherwise than in the parquet, "
         f"first row {first.name:,}: {clipped(str(first.to_dict()))}. Operators must not depend on "
         "the other rows of a batch. Or write the parquet again with this workflow (a frame as "
         "Dataset(frame.reset_index(drop=True))), or give the raw rows that it was written from"
@@ -83,16 +83,16 @@ def _sample(
 
 def _cut(rows: pd.DataFrame, widths: Mapping[str, float], shift: float) -> pd.DataFrame:
     """What is compared of encoded rows: numbers as intervals, lists as texts, exact ids."""
-    found = rows.copy()
+    cells = rows.copy()
     for name in map(str, rows):
         column = rows[name]
         if name in widths:
-            found[name] = np.floor(column.astype("float64") / widths[name] + shift) + 0.0  # not -0
+            cells[name] = np.floor(column.astype("float64") / widths[name] + shift) + 0.0  # not -0
         elif column.dtype == object:
-            found[name] = [",".join(map(str, ids)) for ids in column]
+            cells[name] = [",".join(map(str, ids)) for ids in column]
         else:
-            found[name] = column.astype("float64")  # exact for ids
-    return found
+            cells[name] = column.astype("float64")  # exact for ids
+    return cells
 
 
 def _hashes(rows: pd.DataFrame, widths: Mapping[str, float], shift: float) -> np.ndarray:

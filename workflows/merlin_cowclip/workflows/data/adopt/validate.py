@@ -43,12 +43,12 @@ def open_files(given: str | Path | Sequence[str | Path]) -> list[InputFile]:
     files = []
     for one in [given] if isinstance(given, str | Path) else given:
         roots = expand_paths(one)
-        found = [path if isinstance(path, str) else path.absolute() for path in roots]
+        paths = [path if isinstance(path, str) else path.absolute() for path in roots]
         if None not in roots.values():  # of a folder or glob
-            found = [p for p in found if str(p).endswith(".parquet") or is_parquet(p)]
-        if not found:
+            paths = [p for p in paths if str(p).endswith(".parquet") or is_parquet(p)]
+        if not paths:
             raise UserError(f"No parquet file in {str(one)!r}. Check the path")
-        for path in found:
+        for path in paths:
             with open_parquet(path) as parquet:
                 rows, schema = parquet.metadata.num_rows, parquet.schema_arrow.remove_metadata()
                 files.append(InputFile(path, schema, rows))
@@ -72,9 +72,9 @@ def check_columns(spec: DatasetSpec, files: Sequence[InputFile], *, labelled: bo
             )
         for name, role in roles.items():
             kind = file.schema.field(name).type
-            held = element_type(kind)
-            number = kinds.is_floating(held) or kinds.is_boolean(held)
-            fits = kinds.is_integer(held) or (number and name not in spec.ids)
+            element = element_type(kind)
+            number = kinds.is_floating(element) or kinds.is_boolean(element)
+            fits = kinds.is_integer(element) or (number and name not in spec.ids)
             if not fits or is_list(kind) != (name in spec.lists):
                 raise UserError(
                     f"column {name!r} must be {role}, but is {kind} in {file.path}. Change it in "
@@ -128,9 +128,9 @@ def checked_labels(batch: pa.RecordBatch, name: str, where: BatchLocation) -> np
     bad = (values != 0) & (values != 1)
     if bad.any():
         value = column[int(bad.argmax())].as_py()
-        found = f"label {'null' if value is None else repr(value)}, which is not 0 or 1,"
+        what = f"label {'null' if value is None else repr(value)}, which is not 0 or 1,"
         remedy = "Correct it, or remove the row. The workflow must pass the label unchanged"
-        _refuse(column, name, bad, found, where, remedy)
+        _refuse(column, name, bad, what, where, remedy)
     return values
 
 
@@ -140,12 +140,12 @@ def checked_ids(batch: pa.RecordBatch, name: str, limit: int, where: BatchLocati
     ids = _values(column, name, where)
     bad = (ids < 0) | (ids >= limit)
     if bad.any():
-        found = f"id {ids[bad][0]}, beyond the schema's 0 to {limit - 1},"
+        what = f"id {ids[bad][0]}, beyond the schema's 0 to {limit - 1},"
         remedy = (
             "Give the parquet that this workflow wrote. Some options of Categorify exceed its own "
             "schema: single_table, vocabs with num_buckets, and encode_type='combo' after others"
         )
-        _refuse(column, name, bad, found, where, remedy)
+        _refuse(column, name, bad, what, where, remedy)
     return ids
 
 

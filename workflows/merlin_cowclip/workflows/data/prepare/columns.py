@@ -75,25 +75,25 @@ def write_pieces(
     Returns them with their rows and, by column, the numbers that were not finite and became
     missing.
     """
-    replaced, pieces, held = Counter[str](), list[tuple[Path, int]](), list[pa.RecordBatch]()
+    replaced, pieces, pending = Counter[str](), list[tuple[Path, int]](), list[pa.RecordBatch]()
 
     def write() -> None:
-        if len({batch.schema for batch in held}) > 1:
+        if len({batch.schema for batch in pending}) > 1:
             raise mixed_times(source.spec)
-        table = pa.Table.from_batches(held).unify_dictionaries().combine_chunks()
+        table = pa.Table.from_batches(pending).unify_dictionaries().combine_chunks()
         (batch,) = table.to_batches()
         path = folder / f"{number:08d}-{len(pieces):06d}.arrow"
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         with pa.ipc.new_file(str(path), table.schema, options=options) as file:
             file.write(batch)
         pieces.append((path, len(batch)))
-        held.clear()
+        pending.clear()
 
     for batch in filter(len, source.batches(chunk, advance, replaced)):
-        held.append(batch)
-        if sum(batch.nbytes for batch in held) >= PIECE_BYTES:
+        pending.append(batch)
+        if sum(batch.nbytes for batch in pending) >= PIECE_BYTES:
             write()
-    if held:
+    if pending:
         write()
     return pieces, replaced
 

@@ -66,28 +66,28 @@ def fit_ids(
     grow = (grow or like is None) and name not in spec.hash_only
     buckets = spec.buckets_of(fields[0])
     earlier = like and vocabulary_file(like.folder / WORKFLOW, name)
-    held = Vocabulary.open(earlier, buckets) if earlier else Vocabulary.empty(buckets)
-    counts = {field: np.zeros(held.cardinality, np.int64) for field in fields}
+    base = Vocabulary.open(earlier, buckets) if earlier else Vocabulary.empty(buckets)
+    counts = {field: np.zeros(base.cardinality, np.int64) for field in fields}
     counted = scan.scratch / f"{name}.counted"
     with pq.ParquetWriter(counted, _COUNTED, compression="lz4") as writer:
         for number, field in enumerate(fields):
-            for texts, found, missing in _training_counts(scan, field):
+            for texts, occurrences, missing in _training_counts(scan, field):
                 counts[field][MISSING] += missing
-                ids = held.encode(texts)
-                is_new = (ids < held.first) & grow
-                np.add.at(counts[field], ids[~is_new], found[~is_new])
+                ids = base.encode(texts)
+                is_new = (ids < base.first) & grow
+                np.add.at(counts[field], ids[~is_new], occurrences[~is_new])
                 new = texts.filter(pa.array(is_new))
-                batch = [new, found[is_new], np.full(len(new), number, np.int16)]
+                batch = [new, occurrences[is_new], np.full(len(new), number, np.int16)]
                 writer.write_batch(pa.record_batch(batch, schema=_COUNTED))
     table = "read_parquet($source)"
-    return rank_ids(name, spec, counts, held, scan.database, counted, table, folder, earlier)
+    return rank_ids(name, spec, counts, base, scan.database, counted, table, folder, earlier)
 
 
 def rank_ids(
     name: str,
     spec: DatasetSpec,
     counts: Mapping[str, np.ndarray],
-    held: Vocabulary,
+    base: Vocabulary,
     database: duckdb.DuckDBPyConnection,
     counted: Path,
     table: str,
@@ -99,13 +99,13 @@ def rank_ids(
     Args:
         name: of the vocabulary.
         spec: what the columns are.
-        counts: by field of the vocabulary, the counts of missing ids and of those in ``held``.
-        held: the vocabulary that others follow.
+        counts: by field of the vocabulary, the counts of missing ids and of those in ``base``.
+        base: the vocabulary that new ids follow.
         database: sorts on disk what is too large for memory.
         counted: a parquet file of new ids, or a folder.
         table: SQL for its columns ``text``, ``n`` and ``field``, a number; it is ``$source``.
         folder: the prepared folder.
-        earlier: the file of ``held``, if it has one: then no field needs an id.
+        earlier: the file of ``base``, if it has one: then no field needs an id.
     """
     fields, ranked = [*counts], counted.with_name(f"{name}.ranked")
     threshold = max(spec.threshold_of(fields[0]), 1)
@@ -120,20 +120,20 @@ def rank_ids(
         counted,
         ranked,
     )
-    distinct = {field: int(np.count_nonzero(counts[field][held.first :])) for field in fields}
-    unknown = slice(UNKNOWN, held.first if earlier else UNKNOWN)
+    distinct = {field: int(np.count_nonzero(counts[field][base.first :])) for field in fields}
+    unknown = slice(UNKNOWN, base.first if earlier else UNKNOWN)
     below = {field: int(counts[field][unknown].sum()) for field in fields}
     kept = {field: [counts[field]] for field in fields}
     for batch in _batches(ranked):
         some = int(np.count_nonzero(batch["n"].to_numpy() >= threshold))
-        rare = held.encode(batch["text"].slice(some))
+        rare = base.encode(batch["text"].slice(some))
         for number, field in enumerate(fields):
-            found = batch[f"n{number}"].to_numpy()
-            kept[field].append(found[:some])
-            np.add.at(counts[field], rare, found[some:])
-            distinct[field] += int(np.count_nonzero(found))
-            below[field] += int(found[some:].sum())
-    known = sum(map(len, kept[fields[0]])) - held.cardinality
+            occurrences = batch[f"n{number}"].to_numpy()
+            kept[field].append(occurrences[:some])
+            np.add.at(counts[field], rare, occurrences[some:])
+            distinct[field] += int(np.count_nonzero(occurrences))
+            below[field] += int(occurrences[some:].sum())
+    known = sum(map(len, kept[fields[0]])) - base.cardinality
     by_id = {field: np.concatenate(parts) for field, parts in kept.items()}
     for field in fields if earlier is None else ():
         if by_id[field].sum() == by_id[field][MISSING]:
@@ -145,7 +145,7 @@ def rank_ids(
             )
     old = read_texts(earlier) if earlier else ()
     new = (batch["text"] for batch in _batches(ranked, known))
-    write_vocabulary(folder, name, itertools.chain(old, new), by_id, held)
+    write_vocabulary(folder, name, itertools.chain(old, new), by_id, base)
     reports = {}
     for field in fields:
         report: Report = {
@@ -168,9 +168,9 @@ def _training_counts(scan: Scan, field: str) -> Iterator[tuple[pa.Array, np.ndar
             in_train = np.repeat(in_train, np.diff(column.offsets.to_numpy()))
             column = column.values
         codes = column.indices.fill_null(len(column.dictionary)).to_numpy()[in_train]
-        found = np.bincount(codes, minlength=len(column.dictionary) + 1)
-        occurs = found[:-1] > 0
-        yield column.dictionary.filter(pa.array(occurs)), found[:-1][occurs], int(found[-1])
+        by_code = np.bincount(codes, minlength=len(column.dictionary) + 1)
+        occurs = by_code[:-1] > 0
+        yield column.dictionary.filter(pa.array(occurs)), by_code[:-1][occurs], int(by_code[-1])
 
 
 def _batches(ranked: Path, rows: int | None = None) -> Iterator[pa.RecordBatch]:
@@ -257,8 +257,8 @@ def _quantiles(
     """
     values, n = scan.scratch / f"{name}.values", scan.spec.quantiles[name]
     with pq.ParquetWriter(values, _VALUES, compression="lz4") as writer:
-        for found in distinct:
-            writer.write_batch(pa.record_batch([*map(pa.array, found)], schema=_VALUES))
+        for values_and_rows in distinct:
+            writer.write_batch(pa.record_batch([*map(pa.array, values_and_rows)], schema=_VALUES))
     ordered = values.with_suffix(".ordered")
     _copy(
         scan.database,
@@ -271,8 +271,8 @@ def _quantiles(
     quantiles, before = np.zeros(n + 1), 0
     for batch in _batches(ordered):
         upto = before + np.cumsum(batch["rows"].to_numpy())
-        mine = (targets > before) & (targets <= upto[-1])
-        quantiles[mine] = batch["value"].to_numpy()[np.searchsorted(upto, targets[mine])]
+        reached = (targets > before) & (targets <= upto[-1])
+        quantiles[reached] = batch["value"].to_numpy()[np.searchsorted(upto, targets[reached])]
         before = upto[-1]
     return quantiles.tolist()
 

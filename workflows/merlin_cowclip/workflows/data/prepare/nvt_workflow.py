@@ -83,8 +83,8 @@ class EncodeFields(StatOperator):
             except (pa.ArrowException, ValueError) as error:
                 reason = clipped(str(error))
                 raise UserError(f"cannot read column {name!r}: {reason}. Read it as text") from None
-            whole = isinstance(cells, pa.Array)
-            columns[name] = decoded(cells if whole else cells.combine_chunks())
+            is_one_chunk = isinstance(cells, pa.Array)
+            columns[name] = decoded(cells if is_one_chunk else cells.combine_chunks())
         rows = typed(self.spec, sources, columns, without_place, Counter(), "of a frame")
         out = pd.DataFrame(index=frame.index)
         for field in sources:
@@ -137,8 +137,8 @@ def save_fitted_workflow(
     fields = [*columns] >> EncodeFields(spec, ranges, folder / WORKFLOW)
     workflow = nvt.Workflow(fields + label).fit_schema(raw_schema(spec))
     workflow.save(str(folder / WORKFLOW))
-    made = workflow.output_schema
-    save_schema(Schema([made[name] for name in (spec.label, *spec.fields)]), folder)
+    schema = workflow.output_schema
+    save_schema(Schema([schema[name] for name in (spec.label, *spec.fields)]), folder)
 
 
 def raw_schema(spec: DatasetSpec) -> Schema:

@@ -52,7 +52,7 @@ SKETCH = 1024  # times that stand for those of a chunk, if it has more
 SPLIT_IDS = 1 << 25  # ids of a field, distinct by batch, that one task merges
 
 File = tuple[str, str, int]  # between two steps: part, name, rows
-Told = list[dict[str, Any]]  # of columns, by part
+Tallies = list[dict[str, Any]]  # of columns, by part
 
 
 def prepare_on_dask(
@@ -88,21 +88,21 @@ def prepare_on_dask(
         (folder / home).mkdir(parents=True)
     with connect(tasks.scratch, scheduler, workers, device) as client:
         run = functools.partial(run_tasks, client, progress=progress)
-        files, found = _read_all(tasks, run, sources_by_part)
+        files, totals = _read_all(tasks, run, sources_by_part)
         rows, positives = (
-            {part: int(found.at[(part, spec.label), key]) for part in PARTS}
+            {part: int(totals.at[(part, spec.label), key]) for part in PARTS}
             for key in ("occurrences", "total")
         )
         split.check_labels(spec, rows, positives)
         ranges = {}
         for name in spec.fields:
-            of = found.loc[("train", name)]
+            of = totals.loc[("train", name)]
             if of["missing"] == of["occurrences"]:
                 raise fit.all_missing(name, int(of["missing"]))
             if name in spec.continuous:
                 ends = float(of["min"]), float(of["max"]), bool(of["missing"])
                 ranges[name] = fit.checked_range(spec, name, *ends)
-        jobs = _count_ids(client, tasks, files, found, progress)
+        jobs = _count_ids(client, tasks, files, totals, progress)
         reports = dict(zip(spec.ids, run("ranking", tasks.rank, jobs), strict=True))
         run("workflow", save_fitted_workflow, [(spec, folder, ranges)])
         outputs = {part: shuffle.part_jobs(part, rows[part], part_rows) for part in PARTS}
@@ -121,13 +121,13 @@ def prepare_on_dask(
     shutil.rmtree(tasks.scratch, ignore_errors=True)
     encoder = Encoder.open(folder / WORKFLOW, spec, ranges)
     for name in spec.continuous:
-        of = found.loc[("train", name)]
+        of = totals.loc[("train", name)]
         mean = float(of["total"] / (of["occurrences"] - of["missing"]))
         reports[name] = {key: int(of[key]) for key in ("occurrences", "missing", "not_finite")}
         reports[name] |= {"min": float(of["min"]), "max": float(of["max"]), "mean": mean}
     return {
         "rows": rows,
-        "boundaries": _boundaries(found, rows) if spec.split.kind == "time" else {},
+        "boundaries": _boundaries(totals, rows) if spec.split.kind == "time" else {},
         "cardinalities": {n: of.cardinality for n, of in encoder.vocabularies.items()},
         "ranges": {name: list(ends) for name, ends in ranges.items()},
         "report": {
@@ -162,19 +162,19 @@ class _Tasks:
         ]
         if not times:
             return pd.Series(dtype=int)
-        held, counts = np.unique(np.concatenate(times), return_counts=True)
-        starts = np.unique(np.linspace(0, len(held), SKETCH, endpoint=False).astype(int))
-        return pd.Series(np.add.reduceat(counts, starts), held[starts])
+        distinct, counts = np.unique(np.concatenate(times), return_counts=True)
+        starts = np.unique(np.linspace(0, len(distinct), SKETCH, endpoint=False).astype(int))
+        return pd.Series(np.add.reduceat(counts, starts), distinct[starts])
 
     def read(
         self, number: int, part: str, source: Source, chunk: Chunk, cuts: Mapping[str, Any]
     ) -> tuple[list[File], pd.DataFrame]:
         """Read a chunk into files by part; ``cuts`` divide training rows."""
         files: list[File] = []
-        told: Told = []
+        tallies: Tallies = []
         replaced, schema = Counter[str](), raw_part_schema(self.spec)
         random = np.random.default_rng([self.seed, number, 1])
-        held: dict[str, list[pa.Table]] = {part: [] for part in PARTS}
+        pending: dict[str, list[pa.Table]] = {part: [] for part in PARTS}
         for batch in itertools.chain(source.batches(chunk, replaced=replaced), [None]):
             if batch:
                 parts = np.full(len(batch), PARTS.index(part))
@@ -185,23 +185,23 @@ class _Tasks:
                     parts = split.parts_of(places, cuts)
                 for i in np.unique(parts):
                     table = pa.Table.from_batches([batch]).filter(pa.array(parts == i))
-                    told += _tally(self.spec, PARTS[i], table)
+                    tallies += _tally(self.spec, PARTS[i], table)
                     columns = [table[field.name].cast(field.type) for field in schema]
-                    held[PARTS[i]].append(pa.table(columns, schema=schema))
-            for name, tables in held.items():
+                    pending[PARTS[i]].append(pa.table(columns, schema=schema))
+            for name, tables in pending.items():
                 rows = sum(map(len, tables))
                 if rows > (CELLS // len(schema) if batch else 0):
                     files.append((name, f"{name}/{number:06d}-{len(files):03d}.parquet", rows))
                     with replacing(self.scratch / files[-1][1]) as partial:
                         pq.write_table(pa.concat_tables(tables), partial, row_group_size=rows)
                     tables.clear()
-        told += [{"part": "train", "column": c, "not_finite": n} for c, n in replaced.items()]
-        return files, _summed(pd.DataFrame(told))
+        tallies += [{"part": "train", "column": c, "not_finite": n} for c, n in replaced.items()]
+        return files, _summed(pd.DataFrame(tallies))
 
     def rank(self, name: str, path: str, missing: int) -> dict[str, Any]:
         """Order the ids that NVTabular counted in a field, and write its vocabulary and counts."""
-        held = Vocabulary.empty(self.spec.buckets_of(name))
-        counts = np.zeros(held.first, np.int64)
+        vocabulary = Vocabulary.empty(self.spec.buckets_of(name))
+        counts = np.zeros(vocabulary.first, np.int64)
         counts[MISSING] = missing
         column = name.replace('"', '""')
         table = (
@@ -211,7 +211,7 @@ class _Tasks:
         files = Path(path, "*.parquet") if Path(path).is_dir() else Path(path)
         config: Any = {"threads": 1, "temp_directory": str(self.scratch / f"{name}.duckdb")}
         with contextlib.closing(duckdb.connect(config=config)) as database:
-            given = {name: counts}, held, database, files, table, self.folder
+            given = {name: counts}, vocabulary, database, files, table, self.folder
             return fit.rank_ids(name, self.spec, *given)[name]
 
     def encode(self, number: int, name: str, ranges: Mapping[str, Any], buckets: int) -> None:
@@ -276,15 +276,15 @@ def _tally(spec: DatasetSpec, part: str, rows: pa.Table) -> Iterator[dict[str, A
     """Sums of each column; the ends of numbers and times."""
     for name in rows.column_names:
         values = _flat(rows[name])
-        told = {"part": part, "column": name, "occurrences": len(values)}
-        told["missing"] = values.null_count
+        tally = {"part": part, "column": name, "occurrences": len(values)}
+        tally["missing"] = values.null_count
         if name in spec.ids:
-            told["distinct"] = sum(len(getattr(of, "dictionary", of)) for of in values.chunks)
+            tally["distinct"] = sum(len(getattr(of, "dictionary", of)) for of in values.chunks)
         else:
-            told["dates"] = float(pa.types.is_timestamp(values.type))
-            numbers = pd.Series((values.cast(pa.int64()) if told["dates"] else values).to_numpy())
-            told |= {"min": numbers.min(), "max": numbers.max(), "total": numbers.sum()}
-        yield told
+            tally["dates"] = float(pa.types.is_timestamp(values.type))
+            numbers = pd.Series((values.cast(pa.int64()) if tally["dates"] else values).to_numpy())
+            tally |= {"min": numbers.min(), "max": numbers.max(), "total": numbers.sum()}
+        yield tally
 
 
 def _read_all(
@@ -304,23 +304,23 @@ def _read_all(
     cuts = _cuts(tasks, run, [piece[1:] for piece in pieces if piece[0] == "train"])
     jobs = [(number, *piece, cuts) for number, piece in enumerate(pieces)]
     read = run("reading", tasks.read, jobs, [chunk.size for *_, chunk in pieces])
-    told = _summed(pd.concat([told for _, told in read]))
-    if told.empty:
+    tallies = _summed(pd.concat([tallies for _, tallies in read]))
+    if tallies.empty:
         raise UserError(f"{given[0][1].path} has no rows. Give a file with rows")
-    dates = {*told.loc[told["column"] == TIME, "dates"]}
+    dates = {*tallies.loc[tallies["column"] == TIME, "dates"]}
     if dates - {0.0} and dates - {1.0}:
         raise mixed_times(spec)
     every = pd.MultiIndex.from_product([PARTS, [spec.label, *spec.fields, TIME]])
-    found = told.set_index(["part", "column"]).reindex(every, fill_value=0)
-    return [file for files, _ in read for file in files], found
+    totals = tallies.set_index(["part", "column"]).reindex(every, fill_value=0)
+    return [file for files, _ in read for file in files], totals
 
 
-def _summed(told: pd.DataFrame) -> pd.DataFrame:
+def _summed(tallies: pd.DataFrame) -> pd.DataFrame:
     """What `_tally` tells of several batches, by part and column."""
     how = dict.fromkeys(("occurrences", "missing", "distinct", "total", "not_finite"), "sum")
     how |= {"min": "min", "max": "max", "dates": "mean"}
     of = ["part", "column"]
-    return told.reindex(columns=[*of, *how]).groupby(of, as_index=False).agg(how)
+    return tallies.reindex(columns=[*of, *how]).groupby(of, as_index=False).agg(how)
 
 
 def _cuts(
@@ -341,10 +341,10 @@ def _cuts(
 
 
 def _count_ids(
-    client: Any, tasks: _Tasks, files: Sequence[File], found: Any, progress: bool
+    client: Any, tasks: _Tasks, files: Sequence[File], totals: Any, progress: bool
 ) -> list[tuple[str, str, int]]:
     """Let NVTabular count the ids of the training files; returns the jobs of `_Tasks.rank`."""
-    of = found.loc["train"].loc[list(tasks.spec.ids)].fillna(0).astype(int)
+    of = totals.loc["train"].loc[list(tasks.spec.ids)].fillna(0).astype(int)
     # NVTabular allows no threshold where it writes a vocabulary in several files: `rank` has it.
     split_out = (1 + of["distinct"] // SPLIT_IDS).to_dict()
     categorify = ops.Categorify(out_path=str(tasks.scratch), split_out=split_out)
@@ -358,9 +358,9 @@ def _count_ids(
     return [(n, paths[n], of["missing"][n]) for n in of.index]
 
 
-def _boundaries(found: Any, rows: Mapping[str, int]) -> dict[str, str]:
+def _boundaries(totals: Any, rows: Mapping[str, int]) -> dict[str, str]:
     """The last time of training, and the first of each other part."""
-    times = {p: found.at[(p, TIME), "max" if p == "train" else "min"] for p in PARTS if rows[p]}
-    if found.at[("train", TIME), "dates"]:
+    times = {p: totals.at[(p, TIME), "max" if p == "train" else "min"] for p in PARTS if rows[p]}
+    if totals.at[("train", TIME), "dates"]:
         times = {p: int(time) for p, time in times.items()}
     return {part: split.time_text(time) for part, time in times.items()}

@@ -217,9 +217,9 @@ def _prepare_here(
                 return fit_ids(name, fields, scan, folder, like, grow)
 
             numbers = [(name,) for name in spec.continuous]
-            for found in executor.map(fit, [*spec.vocabularies.values(), *numbers]):
-                reports |= found
-                bar.update(len(found))
+            for fitted in executor.map(fit, [*spec.vocabularies.values(), *numbers]):
+                reports |= fitted
+                bar.update(len(fitted))
         fields = {name: reports[name] for name in spec.fields}
         ranges = {name: [*scales[name]] for name in spec.continuous}
         encoder = Encoder.open(folder / WORKFLOW, spec, ranges)

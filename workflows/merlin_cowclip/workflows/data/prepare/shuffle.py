@@ -98,9 +98,9 @@ def write_parts(
             encode = functools.partial(_encode, scan=scan, pieces=pieces, encoder=encoder)
             columns = dict(zip(names, executor.map(encode, names), strict=True))
             for part in PARTS:
-                mine, keys = _rows_of(scan, part, pieces[0].start, pieces[-1].stop, seed)
+                chosen, keys = _rows_of(scan, part, pieces[0].start, pieces[-1].stop, seed)
                 runs[part].append(scan.scratch / f"{number:06d}-{part}.run")
-                write_run(runs[part][-1], columns, mine, keys, cuts[part])
+                write_run(runs[part][-1], columns, chosen, keys, cuts[part])
             bar.update(pieces[-1].stop - pieces[0].start)
     jobs = [(job, i, runs[part]) for part in PARTS for i, job in enumerate(files[part])]
     for part in PARTS:
@@ -135,10 +135,10 @@ def _rows_of(
     scan: Scan, part: str, start: int, stop: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows of a part from ``start`` to ``stop``, from 0 on, and their keys."""
-    mine = np.flatnonzero(scan.part_of[start:stop] == PARTS.index(part))
+    chosen = np.flatnonzero(scan.part_of[start:stop] == PARTS.index(part))
     if part == "train":
-        return mine, keys_of(start, stop, seed)[mine]
-    return mine, (mine + start).astype(np.uint64) * np.uint64(2**64 // scan.rows)  # their order
+        return chosen, keys_of(start, stop, seed)[chosen]
+    return chosen, (chosen + start).astype(np.uint64) * np.uint64(2**64 // scan.rows)  # their order
 
 
 def _keys(scan: Scan, part: str, seed: int) -> Iterator[np.ndarray]:

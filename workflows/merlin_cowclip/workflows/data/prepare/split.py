@@ -54,9 +54,9 @@ def key_cuts(keys: Callable[[], Iterator[np.ndarray]], ranks: Sequence[int]) -> 
     ends = np.cumsum(counts)
     bucket = np.searchsorted(ends, ranks, "right")
     chosen = np.unique(bucket).astype(np.uint64)
-    held = np.sort(np.concatenate([b[np.isin(b >> _TOP, chosen)] for b in keys()]))
-    first = np.searchsorted(held, bucket.astype(np.uint64) << _TOP)
-    return held[first + ranks - (ends - counts)[bucket]]
+    candidates = np.sort(np.concatenate([b[np.isin(b >> _TOP, chosen)] for b in keys()]))
+    first = np.searchsorted(candidates, bucket.astype(np.uint64) << _TOP)
+    return candidates[first + ranks - (ends - counts)[bucket]]
 
 
 def split_rows(scan: Scan, given: Mapping[str, int], seed: int) -> Parts:
@@ -78,10 +78,8 @@ def split_rows(scan: Scan, given: Mapping[str, int], seed: int) -> Parts:
         if part not in given and (rest := left - int(left * getattr(split, part) + 0.5)) < left:
             cuts[part] = left = rest
     if split.kind == "random" and cuts:
-        found = key_cuts(
-            lambda: (keys_of(p.start, p.stop, seed) for p in divided), [*cuts.values()]
-        )
-        cuts = dict(zip(cuts, found, strict=True))
+        keys = key_cuts(lambda: (keys_of(p.start, p.stop, seed) for p in divided), [*cuts.values()])
+        cuts = dict(zip(cuts, keys, strict=True))
     parts = Parts(dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0), {})
     ends: dict[str, Any] = {}
     for piece in scan.pieces:
@@ -93,16 +91,16 @@ def split_rows(scan: Scan, given: Mapping[str, int], seed: int) -> Parts:
             place = keys_of(piece.start, piece.stop, seed)
         part_of = parts_of(place, cuts)
         if piece.start >= start:  # of a part that was given
-            held = piece.start - start < given.get("valid", 0)
-            part_of[:] = PARTS.index("valid" if held else "test")
+            is_valid = piece.start - start < given.get("valid", 0)
+            part_of[:] = PARTS.index("valid" if is_valid else "test")
         scan.part_of[piece.start : piece.stop] = part_of
         for number, part in enumerate(PARTS):
-            mine = part_of == number
-            parts.rows[part] += int(np.count_nonzero(mine))
-            parts.positives[part] += int(np.count_nonzero(labels[mine]))
-            if split.kind == "time" and mine.any():
+            in_part = part_of == number
+            parts.rows[part] += int(np.count_nonzero(in_part))
+            parts.positives[part] += int(np.count_nonzero(labels[in_part]))
+            if split.kind == "time" and in_part.any():
                 end = np.max if part == "train" else np.min
-                ends[part] = end([ends.get(part, place[mine][0]), end(place[mine])])
+                ends[part] = end([ends.get(part, place[in_part][0]), end(place[in_part])])
     check_labels(spec, parts.rows, parts.positives)
     parts.boundaries.update({part: time_text(ends[part]) for part in PARTS if part in ends})
     return parts
@@ -134,8 +132,8 @@ def _count_times(scan: Scan, pieces: Sequence[Piece], file: Path) -> None:
     schema = pa.schema([("time", number), ("rows", pa.int64())])
     with pq.ParquetWriter(file, schema) as writer:
         for piece in pieces:
-            found = np.unique(as_numbers(read_column(piece.path, TIME)), return_counts=True)
-            writer.write_batch(pa.record_batch([*map(pa.array, found)], schema=schema))
+            counted = np.unique(as_numbers(read_column(piece.path, TIME)), return_counts=True)
+            writer.write_batch(pa.record_batch([*map(pa.array, counted)], schema=schema))
 
 
 def time_cuts(split: Split, database: duckdb.DuckDBPyConnection, file: Path) -> dict[str, Any]:
@@ -150,7 +148,7 @@ def time_cuts(split: Split, database: duckdb.DuckDBPyConnection, file: Path) -> 
         if isinstance(share, tuple) or not share:
             continue
         before = min(cuts.values(), default=None)
-        found = database.execute(
+        row = database.execute(
             """
             with counts as (
                 select time, sum(rows) as rows from read_parquet($file)
@@ -164,7 +162,7 @@ def time_cuts(split: Split, database: duckdb.DuckDBPyConnection, file: Path) -> 
             """,
             {"file": str(file), "share": share, "before": before},
         ).fetchone()
-        total, distinct, cuts[part] = found or (0, 0, None)
+        total, distinct, cuts[part] = row or (0, 0, None)
         if distinct < 2:
             raise UserError(
                 f"all {total:,} rows to divide have the same time, column {split.column!r}. Choose "

@@ -173,28 +173,28 @@ def typed(
 
     Raises UserError for a type that cannot be read, ``where`` it is; ``fail`` raises that of a row.
     """
-    found = {}
+    typed_columns = {}
     for field, name in sources.items():
         column = columns[name]
         try:
             if field == spec.label:
-                found[field] = _labels(column, spec, fail)
+                typed_columns[field] = _labels(column, spec, fail)
             elif field in spec.continuous:
-                found[field] = _numbers(column, name, spec, fail, replaced)
+                typed_columns[field] = _numbers(column, name, spec, fail, replaced)
             elif field.startswith(RAW_TIME):
-                found[field] = column.cast(pa.string())
+                typed_columns[field] = column.cast(pa.string())
             elif field == TIME:
-                found[field] = times_of(column, name, spec, fail, may_be_missing=False)
+                typed_columns[field] = times_of(column, name, spec, fail, may_be_missing=False)
             elif field in TIME_FIELDS and getattr(spec, field):
-                found[field] = time_field(field, column, spec, fail)
+                typed_columns[field] = time_field(field, column, spec, fail)
             else:
-                found[field] = _ids(column, field, spec)
+                typed_columns[field] = _ids(column, field, spec)
         except (pa.ArrowException, ValueError) as error:
             raise UserError(
                 f"cannot read column {name!r} {where}: {clipped(str(error))}. Change its type, or "
                 "its role in the specification"
             ) from None
-    return pa.RecordBatch.from_pydict(found)
+    return pa.RecordBatch.from_pydict(typed_columns)
 
 
 def decoded(column: pa.Array) -> pa.Array:
@@ -212,12 +212,12 @@ def _labels(column: pa.Array, spec: DatasetSpec, fail: Fail) -> pa.Array:
         labels = pc.index_in(column.cast(pa.string()), value_set=pa.array(values))
     row = pc.index(pc.is_in(labels, pa.array([0, 1], labels.type)), False).as_py()
     if row >= 0:
-        found = column.slice(row, 1).cast(pa.string())[0].as_py()
+        text = column.slice(row, 1).cast(pa.string())[0].as_py()
         wanted = " or ".join(map(repr, values or "01")) if above is None else "a number"
         fail(
             row,
             spec.column_of(spec.label),
-            f"the label is {repr(found) if found else 'missing'} instead of {wanted}. Correct the "
+            f"the label is {repr(text) if text else 'missing'} instead of {wanted}. Correct the "
             "row or remove it, or set label_values in the specification",
         )
     return labels.cast(pa.int8())

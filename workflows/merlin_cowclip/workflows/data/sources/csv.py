@@ -178,13 +178,13 @@ class CsvSource(Source):
         if self.quoted:
             self._check_quotes()
         reason = clipped(str(error))
-        found = _FAULT.search(reason)
-        if found is None:
+        fault = _FAULT.search(reason)
+        if fault is None:
             raise UserError(f"cannot read {self.path} as CSV: {reason}") from None
-        name = f", column {self.file_columns[int(found['column'])]!r}" if found["column"] else ""
-        place = self._place(chunk, int(found["row"]) - 1 - self._has_header(chunk))
+        name = f", column {self.file_columns[int(fault['column'])]!r}" if fault["column"] else ""
+        place = self._place(chunk, int(fault["row"]) - 1 - self._has_header(chunk))
         raise UserError(
-            f"{self.path}, {place}{name}: {found['text']}. Correct the row or remove it, convert "
+            f"{self.path}, {place}{name}: {fault['text']}. Correct the row or remove it, convert "
             "the file to UTF-8 (iconv), or describe it in the specification (quotes, null_values, "
             "label_values)"
         ) from None

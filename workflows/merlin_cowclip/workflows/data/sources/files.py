@@ -117,9 +117,9 @@ def expand_paths(inputs: str | Path | Sequence[str | Path]) -> dict[Input, Input
         path = given if url and url[1] != "file" else Path(unquote(url[3]) if url else given)
         info = file_info(path)
         if info.type in (fs.FileType.NotFound, fs.FileType.Directory):
-            found = [*_below(path, info.type == fs.FileType.Directory)]
-            files += found
-            if not found:
+            matched = [*_below(path, info.type == fs.FileType.Directory)]
+            files += matched
+            if not matched:
                 raise UserError(f"no input file found for {given}. Check the path")
         elif not info.size:
             what = "is empty" if info.size == 0 else "is not a regular file of known size"
@@ -141,8 +141,8 @@ def _below(given: Input, is_folder: bool) -> Iterator[tuple[Input, Input]]:
         base = name.rstrip("/") if is_folder else "/".join(fixed)
         if isinstance(given, Path):
             matches = [name] if is_folder else glob.glob(name, recursive=True)
-            found = {path for match in matches for path in (Path(match), *Path(match).rglob("*"))}
-            sizes = {str(path): path.stat().st_size for path in found if path.is_file()}
+            paths = {path for match in matches for path in (Path(match), *Path(match).rglob("*"))}
+            sizes = {str(path): path.stat().st_size for path in paths if path.is_file()}
         else:
             patterns = ["**"] if is_folder else [name, f"{name}/**"]
             wanted = re.compile("|".join(map(glob_translate, patterns)))

@@ -29,14 +29,14 @@ class ParquetSource(Source):
     def chunks(self, size: int) -> list[Chunk]:
         """Row groups, as many as make about ``size`` bytes."""
         chunks: list[Chunk] = []
-        start = held = 0
+        start = total = 0
         with open_parquet(self.path) as file:
             groups = file.metadata.num_row_groups
             for i in range(groups):
-                held += file.metadata.row_group(i).total_byte_size
-                if held >= size or i == groups - 1:
-                    chunks.append(Chunk(start, i + 1, held))
-                    start, held = i + 1, 0
+                total += file.metadata.row_group(i).total_byte_size
+                if total >= size or i == groups - 1:
+                    chunks.append(Chunk(start, i + 1, total))
+                    start, total = i + 1, 0
         return chunks
 
     def read(self, chunk: Chunk) -> Iterator[tuple[pa.RecordBatch, int]]:
