@@ -75,9 +75,7 @@ def test_a_batch_size_may_be_in_thousands():
     sizes = params("batch-size data --tuned t --out s --batch-sizes 1K,2048")["batch_sizes"]
     assert sizes == [K, 2 * K]
     assert params("evaluate run --batch-size 2K")["batch_size"] == 2 * K
-    found = params("frequencies data --batch-sizes 1K,128K --fields a b")
-    assert found["batch_sizes"] == [K, 128 * K]
-    assert found["fields"] == ("a", "b")
+    assert params("frequencies data --batch-sizes 1K,128K")["batch_sizes"] == [K, 128 * K]
 
 
 @pytest.mark.parametrize("name", cli.commands)

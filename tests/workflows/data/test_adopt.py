@@ -445,16 +445,6 @@ def test_files_globs_and_folders(home, tmp_path):
     assert files == ["p_10.parquet", "p_1.parquet", "p_2.parquet"]
 
 
-def test_files_that_an_earlier_transform_left_are_skipped(home, tmp_path):
-    """NVTabular leaves them where it writes fewer files, and lists those that it wrote last."""
-    folder = tmp_path / "train"
-    shutil.copytree(home / "train", folder)
-    shutil.copy(folder / "part_0.parquet", folder / "part_9.parquet")
-    for given in (folder, folder / "*"):
-        files = [file.path.name for file in open_files(given)]
-        assert files == ["part_0.parquet", "part_1.parquet", "part_2.parquet"]
-
-
 def test_a_folder_as_spark_writes_it(home, tmp_path):
     """A file without rows, an empty mark, a file without ending, and temporary files."""
     rows = pq.read_table(home / "train" / "part_0.parquet")

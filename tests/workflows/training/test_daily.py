@@ -78,7 +78,7 @@ def test_several_folders_are_trained_as_one(days, tmp_path):
 
 
 def test_folders_in_another_order_or_of_other_ids_are_refused(days, tmp_path):
-    with pytest.raises(UserError, match="differ in cardinalities of 'user': .*--vocabulary-from"):
+    with pytest.raises(UserError, match="differ in cardinalities of '.*--vocabulary-from"):
         PreparedData.open_all([days[1].path, days[0].path])
     spec = dataclasses.replace(SPEC, categorical=("user",))
     log = write_day(tmp_path / "log.csv", 0)
@@ -114,5 +114,5 @@ def test_a_warm_start_keeps_what_known_ids_learned(days, run, tmp_path):
 def test_what_a_grown_vocabulary_excludes(days, run, tmp_path):
     with pytest.raises(UserError, match="--keep-optimizer needs the ids of the run"):
         train(days[1], CONFIG, tmp_path / "a", warm_start=run.path, keep_optimizer=True)
-    with pytest.raises(UserError, match="cardinalities of 'tags'.*--grow.* evaluate .*run LOG"):
+    with pytest.raises(UserError, match="in cardinalities of 'tags'.*Evaluate on raw rows"):
         run.check_vocabulary(days[1])

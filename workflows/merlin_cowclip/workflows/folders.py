@@ -137,9 +137,9 @@ def read_record(folder: Path, name: str, version: int, what: str) -> dict[str, A
     try:
         record = read_json(folder / name)
     except (OSError, ValueError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else clipped(str(error))
         raise UserError(
-            f"{folder} is not {what}: cannot read {name}: {clipped(str(error))}. Name another, or "
-            "write it again"
+            f"{folder} is not {what}: cannot read {name}: {reason}. Name another, or write it again"
         ) from None
     if record.get("format") != version:
         raise UserError(

@@ -68,7 +68,6 @@ def _schedule(text: str) -> str | dict[str, Any]:
 _COUNTS, _INTS = _one_or_by_name(int), _list_of(int)
 SIZE = Value("N", _size, "a whole number, or one of 1,024s as in 128K")
 SIZES = Value("N,…", _list_of(_size), "numbers as in 1K,8K")
-NUMBERS = Value("N,…", _INTS, "whole numbers")
 COUNTS = Value("N|FIELD=N,…", _COUNTS, "a number, or numbers by field, each once: C3=10,C4=5")
 
 TYPES: Mapping[str, Any] = {

@@ -175,6 +175,8 @@ def report(runs: Sequence[Path], out: Path | None) -> None:
 
     Runs are grouped by the options that differ, and paired by seed.
     """
+    if missing := [path for path in runs if not path.is_dir()]:
+        raise UserError(f"no folder '{missing[0]}'. Name a sweep's folder, or runs")
     from merlin_cowclip.workflows.study.report import report
 
     if out is not None:
