@@ -14,6 +14,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from merlin_cowclip.workflows.folders import package_versions
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -112,6 +114,15 @@ def test_the_citation_is_of_the_version_that_the_changelog_describes():
     assert cited["license"] == project()["license"] == "Apache-2.0"
     assert cited["repository-code"] == project()["urls"]["Repository"]
     assert len(cited["references"][0]["authors"]) == 15
+
+
+def test_a_run_records_the_commit():
+    git = ["git", "-C", ROOT, "rev-parse", "HEAD"]
+    done = subprocess.run(git, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not in a checkout of git")
+    found = package_versions()["merlin-cowclip"]
+    assert re.fullmatch(rf"0\.1\.[^+]*\+g{done.stdout[:9]}(\.dirty)?", found)
 
 
 def test_sources_name_the_licence():

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import importlib.metadata
 import json
 import os
 import re
 import secrets
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -164,4 +166,20 @@ def package_versions(*others: str) -> dict[str, str]:
     for package in (*packages, *others):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
+    root = Path(__file__).parents[3]
+    if "merlin-cowclip" in versions and (root / ".git").exists():
+        versions["merlin-cowclip"] = _with_commit(versions["merlin-cowclip"], root)
     return versions
+
+
+@functools.cache
+def _with_commit(version: str, checkout: Path) -> str:
+    """Replace the commit of the (editable) installation by the one that is checked out now."""
+    describe = ["describe", "--always", "--exclude=*", "--dirty=.dirty", "--abbrev=9"]
+    call = ["git", "--no-optional-locks", "-C", str(checkout), *describe]
+    version = version.partition("+")[0]
+    try:
+        done = subprocess.run(call, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return version
+    return f"{version}+g{done.stdout.strip()}"
