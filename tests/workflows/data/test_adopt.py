@@ -416,6 +416,18 @@ def test_ids_of_ones_own_from_0(tmp_path):
     assert data.record["notes"] == []
 
 
+def test_numbers_that_are_not_scaled_are_noted(tmp_path):
+    """Training on times of 1.6e9 ends at AUC 0.5."""
+    log = pd.DataFrame({"ad": [*"abab"], "time": [1.6e9, 1.61e9, 1.62e9, 1.6e9], "low": -1001.0})
+    numbers = ["time", "low", "fine"] >> ops.AddMetadata(tags=[Tags.CONTINUOUS])
+    ids = ["ad"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
+    log = log.assign(fine=1000.0, click=[0, 1, 1, 0])
+    assert adopted_from(tmp_path, log, ids + numbers + clicks()).record["notes"] == [
+        "numbers beyond ±1,000, with which training can fail: 'time', 'low'. Scale them in the "
+        "workflow (Normalize, NormalizeMinMax, LogOp)"
+    ]
+
+
 def test_a_number_that_an_operator_makes_nan(tmp_path):
     """NVTabular writes it as null."""
     log = pd.DataFrame({"ad": [*"abab"], "price": [1.0, 2.0, -5.0, 0.0], "click": [0, 1, 1, 0]})

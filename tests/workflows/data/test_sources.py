@@ -254,6 +254,15 @@ def test_a_number_that_is_no_label(tmp_path, label):
         )
 
 
+@pytest.mark.parametrize(("cell", "separator"), [("[3, 0]", ","), ("['a' 'b']", " "), ("[]", "|")])
+def test_lists_in_brackets(tmp_path, cell, separator):
+    """As pandas and NumPy write lists into a CSV file."""
+    spec = DatasetSpec("toy", "y", (), (), ("t",), list_separator=separator)
+    log = source(tmp_path / "log.csv", f'y,t\n1,[deleted]\n1,\n0,"{cell}"\n', spec)
+    with pytest.raises(UserError, match=r"log.csv, line 4, column 't': the list .* in brackets"):
+        rows_of(log)
+
+
 def test_ids_of_lists_may_have_brackets(tmp_path):
     text = "y,t\n1,[deleted]|[a]\n0,[]|x[1]\n1,[x\n"
     log = source(tmp_path / "log.csv", text, DatasetSpec("toy", "y", (), (), ("t",)))

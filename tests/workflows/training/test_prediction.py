@@ -298,6 +298,15 @@ def test_ids_that_training_has_not_seen_and_missing_ones(shop, tmp_path):
     assert alone[0] == pytest.approx(found[2], abs=1e-6)
 
 
+def test_shares_of_unknown_ids(shop, tmp_path, capsys):
+    """Integers became floats: every id is another text."""
+    frame = pd.read_csv(shop.raw, dtype=str)
+    frame.assign(item=frame["item"] + ".0").to_csv(tmp_path / "a.csv", index=False)
+    scores(shop.run, [tmp_path / "a.csv"], tmp_path / "a.parquet", progress=True)
+    share = frame["item"].notna().mean()
+    assert f"Unknown ids: item {share:.1%}" in capsys.readouterr().err
+
+
 # An adopted pipeline
 
 

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.spec import DatasetSpec
+from merlin_cowclip.workflows.data.vocabulary import UNKNOWN
 from merlin_cowclip.workflows.errors import UserError, check_whole
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.prefetch import prefetch
@@ -52,7 +56,7 @@ def predict_logs(
       batch_size: rows predicted at a time: a matter of speed and memory, but for the last digits.
       which: of the run's models, "last" or "best"; by default as of `Run.model`.
       raw: for a run on an adopted pipeline, whether the inputs are what its workflow reads instead.
-      progress: show a progress bar on stderr.
+      progress: show on stderr a progress bar, and at the end the shares of unknown ids.
 
     Returns:
       How many rows.
@@ -115,11 +119,26 @@ def _scored(
     spec, predictor = run.spec(), Predictor(run.model(which))
     with progress_bar("scoring", incoming.size, incoming.unit, show=progress) as bar:
         pieces = prefetch(rows for _, rows in incoming.pieces(bar.update))
-        for rows in rebatch(pieces, batch_size):
+        tables = rebatch(pieces, batch_size)
+        for rows in _print_unknown(run, tables) if progress else tables:
             columns = {PROBABILITY: probabilities_of(predictor, rows, spec)}
             if incoming.labelled:
                 columns = {LABEL: rows[spec.label].cast(pa.int8()), **columns}
             yield pa.table(columns)
+
+
+def _print_unknown(run: Run, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The same tables; after the last one, prints the share of unknown ids by field."""
+    unknown, occurrences = Counter[str](), Counter[str]()
+    for table in tables:
+        for name, buckets in run.config["buckets"].items():
+            is_list = pa.types.is_list(table[name].type)
+            ids = (pc.list_flatten(table[name]) if is_list else table[name]).to_numpy()
+            unknown[name] += np.count_nonzero((ids >= UNKNOWN) & (ids < UNKNOWN + buckets))
+            occurrences[name] += len(ids)
+        yield table
+    if shares := [f"{name} {n / occurrences[name]:.1%}" for name, n in unknown.most_common() if n]:
+        print(f"Unknown ids: {', '.join(shares)}", file=sys.stderr)
 
 
 def probabilities_of(predictor: Predictor, rows: pa.Table, spec: DatasetSpec) -> np.ndarray:

@@ -42,6 +42,7 @@ with quiet_imports():
     from merlin.schema import ColumnSchema, Schema, Tags
 
 BATCH_ROWS = 1 << 17  # held at a time, twice: one batch is checked while the next is read
+UNSCALED = 1e3  # a number column with a larger absolute value is noted
 _SAVED = ("workflow.pkl", "metadata.json", graph.SAVED_FILES)  # what nvt.Workflow.save writes
 _TARGETS = {
     *(Tags.TARGET, Tags.BINARY_CLASSIFICATION, Tags.MULTI_CLASS_CLASSIFICATION),
@@ -256,4 +257,9 @@ def _scan(
                     f"{rows[part]:,} rows of the {part} part. Give more rows, or name another "
                     "column"
                 )
+    if large := [c for c, ends in ranges.items() if max(-ends["min"], ends["max"]) > UNSCALED]:
+        inputs.notes.append(
+            f"numbers beyond ±{UNSCALED:,g}, with which training can fail: {quoted(large)}. "
+            "Scale them in the workflow (Normalize, NormalizeMinMax, LogOp)"
+        )
     return counts, {"rows": rows, "positives": positives, "fields": ranges}

@@ -188,7 +188,7 @@ def typed(
             elif field in TIME_FIELDS and getattr(spec, field):
                 typed_columns[field] = time_field(field, column, spec, fail)
             else:
-                typed_columns[field] = _ids(column, field, spec)
+                typed_columns[field] = _ids(column, field, spec, fail)
         except (pa.ArrowException, ValueError) as error:
             raise UserError(
                 f"cannot read column {name!r} {where}: {clipped(str(error))}. Change its type, or "
@@ -244,12 +244,22 @@ def _numbers(
     return pc.if_else(finite, numbers, None)
 
 
-def _ids(column: pa.Array, name: str, spec: DatasetSpec) -> pa.Array:
+def _ids(column: pa.Array, name: str, spec: DatasetSpec, fail: Fail) -> pa.Array:
     if column.type == ID_TYPE:  # of a CSV file, with its nulls
         return column
-    is_list = name in spec.lists
+    is_list, separator = name in spec.lists, spec.list_separator
     if is_list and is_text(column.type):
-        column = pc.split_pattern(with_nulls(column, spec.null_values), spec.list_separator)
+        # As pandas writes lists. An id such as "[deleted]" is text.
+        list_text = rf"^\[([^\[\]]*[,\x{ord(separator):02x}][^\[\]]*)?\]$"
+        row = pc.index(pc.match_substring_regex(column, list_text), True).as_py()
+        if row >= 0:
+            fail(
+                row,
+                spec.column_of(name),
+                f"the list {clipped(repr(column[row].as_py()))} is in brackets. Write only its "
+                f"ids, with list_separator {separator!r} between them",
+            )
+        column = pc.split_pattern(with_nulls(column, spec.null_values), separator)
     texts = ids_as_text(column, is_list, spec.null_values)
     return texts if is_list else texts.dictionary_encode()
 
