@@ -121,8 +121,8 @@ docs: $(STAMP)  ## the documentation site, into docs/_build
 	@$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
-words:  ## words of each page: guides should stay near 13,000 in all
-	@wc -w README.md docs/*.md
+words:  ## words of each page, and sentences that readers stumble over
+	@python3 docs/words.py
 
 wheel: $(STAMP)  ## the wheel, in dist/
 	@$(BIN)/python -m build --wheel --outdir dist

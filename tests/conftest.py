@@ -35,7 +35,6 @@ TIERS = {  # every test has one; CONTRIBUTING.md says which command runs which
     "gpu": "make test-gpu",
 }
 OF_FOLDER = {Path(__file__).parent / tier: tier for tier in ("ranks", "gpu")}
-TIERS_OF = pytest.StashKey[dict[str, list[str]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,18 +61,16 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give each test its tier, and leave out the extended tests of other quarters."""
-    tiers: dict[str, list[str]] = {}
     for item in items:
-        tiers[item.nodeid] = [tier for tier in TIERS if item.get_closest_marker(tier)]
-        if not tiers[item.nodeid]:
-            tiers[item.nodeid] = [OF_FOLDER.get(item.path.parent, "quick")]
-            item.add_marker(*tiers[item.nodeid])
-    config.stash[TIERS_OF] = tiers
+        tiers = [tier for tier in TIERS if item.get_closest_marker(tier)]
+        if not tiers:
+            item.add_marker(OF_FOLDER.get(item.path.parent, "quick"))
+        assert len(tiers) < 2, f"{item.nodeid} has the tiers {tiers}"
     quarter = config.getoption("quarter")
     if quarter is not None:
         extended = [item for item in items if item.get_closest_marker("extended")]
         sizes = Counter(item.path for item in extended)
-        # Small files stay whole, for what their tests share.
+        # Tests of small files stay together, for the fixtures that they share.
         units = [item.nodeid if sizes[item.path] > 20 else item.path for item in extended]
         place = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
         pairs = zip(extended, units, strict=True)
@@ -83,26 +80,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage less often: it took a fifth of the time of tracing and saving models."""
+    """Collect garbage less often: it took a fifth of the time."""
     gc.collect()
     gc.set_threshold(100_000, 10, 10)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_garbage_of_before() -> None:
-    """What a module leaves stays: a later test took a minute to free the graphs of hundreds."""
+    """Keep the garbage of a module: a later test took a minute to free its graphs."""
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """Nor does the interpreter's end free them, which the others would wait for."""
+    """Do not free it at the end either."""
     gc.freeze()
-
-
-@pytest.fixture
-def tiers(request: pytest.FixtureRequest) -> dict[str, list[str]]:
-    """The tiers of each collected test."""
-    return request.config.stash[TIERS_OF]
 
 
 @pytest.fixture(scope="session")
@@ -143,19 +134,14 @@ def quick_saves() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def graphs_as_traced() -> Iterator[None]:
-    """For a module of many small models: TensorFlow runs graphs as they were traced.
-
-    What it makes of one before its first run takes a fifth of the time to the end of that run, and
-    half of it where rows catch up, in loops and branches. As users have it run the notebooks, the
-    demo, the ranks, and a test of most of these modules, by `graphs_rewritten`.
-    """
+    """For a module of many small models: TensorFlow does not rewrite graphs, half of the time."""
     with _rewriting(False):
         yield
 
 
 @pytest.fixture
 def graphs_rewritten() -> Iterator[None]:
-    """Within a module of `graphs_as_traced`, as for users."""
+    """Within a module of `graphs_as_traced`: as for users."""
     with _rewriting(True):
         yield
 

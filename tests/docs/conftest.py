@@ -1,13 +1,10 @@
-"""The guides, their code blocks, and the built site."""
+"""The guides and their code blocks, and the files that they assume."""
 
 from __future__ import annotations
 
 import gzip
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,10 +65,10 @@ class Block:
 
 def blocks(page: Path) -> Iterator[Block]:
     text = page.read_text(encoding="utf-8")
-    for found in FENCE.finditer(text):
-        line = text.count("\n", 0, found.start()) + 1
-        not_run = NOT_RUN.search(text, 0, found.start())
-        yield Block(page, line, found[1].strip(), found[2], not_run[1] if not_run else "")
+    for match in FENCE.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        not_run = NOT_RUN.search(text, 0, match.start())
+        yield Block(page, line, match[1].strip(), match[2], not_run[1] if not_run else "")
 
 
 def smaller(text: str) -> str:
@@ -82,23 +79,7 @@ def smaller(text: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory) -> Path:
-    """The built site; a warning is an error."""
-    out = tmp_path_factory.mktemp("site") / "html"  # notebooks are unpacked beside it
-    paths = os.pathsep.join(str(ROOT / floor) for floor in ("plugins", "models", "workflows"))
-    call = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
-    done = subprocess.run(
-        [*call, "-d", str(tmp_path_factory.mktemp("doctrees")), str(DOCS), str(out)],
-        env={**os.environ, "PYTHONPATH": paths, "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return out
-
-
-@pytest.fixture(scope="session")
-def stand_ins(tmp_path_factory) -> Path:
+def assumed(tmp_path_factory) -> Path:
     """A folder with the files that the pages assume: logs, prepared and adopted data, runs."""
     home = tmp_path_factory.mktemp("pages")
     write_synthetic("criteo", home / "train.txt", rows=ROWS, seed=1)

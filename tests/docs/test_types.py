@@ -11,6 +11,7 @@ from .conftest import GUIDES, ROOT
 from .test_python import ELSEWHERE, PRELUDES, imported, python
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="mypy reads the default versions")
 def test_type_checkers_accept_the_python_of_the_guides(tmp_path):
     for page in GUIDES:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from merlin_cowclip.models import deepfm
 from merlin_cowclip.models.ctr_block import embeddings_of
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, whole_tables
-from merlin_cowclip.plugins._tensorflow import Schema, Tags, mm
+from merlin_cowclip.plugins._tensorflow import Schema, Tags
 from merlin_cowclip.plugins.optimizers.state import training_state
 from tests.plugins.merlin_models import (
     NUMBER,
@@ -52,8 +52,8 @@ def in_shards(schema: Any) -> Any:
     for layer in embeddings_of(model).values():
         (spec,) = layer.table_specs()
         rows = np.random.default_rng(7).normal(0, 1e-2, (spec.num_rows, spec.width))
-        mine = slice(None) if spec.shard is None else slice(spec.shard.rank, None, spec.shard.size)
-        spec.variable.assign(rows[mine])
+        local = slice(None) if spec.shard is None else slice(spec.shard.rank, None, spec.shard.size)
+        spec.variable.assign(rows[local])
     return model
 
 
@@ -107,10 +107,6 @@ CASES = {
         clip_tables=["a"],
         changes={**TIGHT, "l2": 1e-2},
     ),
-    "shards, half precision": Case(
-        in_shards, WITH_LIST, precision="mixed_float16", changes={**TIGHT, **PAPERS}
-    ),
-    "shards, labels made in the fit": Case(in_shards, SCHEMA, way="fit by pre", changes=TIGHT),
     "shards, eager loop": Case(in_shards, WITH_LIST, way="loop", update="lazy", changes=TIGHT),
 }
 IMPORTANT = (
@@ -139,9 +135,9 @@ def batches(case: Case, rank: int, ranks: int) -> Iterator[tuple[dict[str, Any],
                 lists = [random.integers(1, 9, random.integers(0, 4)) for _ in range(BATCH)]
                 if case.ids == "first":
                     lists = [ids if i < BATCH // 3 else ids[:0] for i, ids in enumerate(lists)]
-                mine = lists[low:high]
-                features[f"{column.name}__values"] = np.concatenate([*mine, lists[0][:0]])
-                features[f"{column.name}__offsets"] = np.cumsum([0, *map(len, mine)])
+                local = lists[low:high]
+                features[f"{column.name}__values"] = np.concatenate([*local, lists[0][:0]])
+                features[f"{column.name}__offsets"] = np.cumsum([0, *map(len, local)])
             elif Tags.CATEGORICAL in column.tags:
                 ids = random.integers(0, 9, (BATCH, 1))
                 if case.ids == "disjoint":
@@ -163,10 +159,10 @@ def trained(case: Case, rank: int = 0, ranks: int = 1) -> dict[str, np.ndarray]:
     tf.keras.backend.clear_session()
     tf.keras.mixed_precision.set_global_policy(case.precision)
     tf.keras.utils.set_random_seed(3 + rank)
-    mine = list(batches(case, rank, ranks))
+    local = list(batches(case, rank, ranks))
     model = case.build(case.schema)
-    if not case.way.startswith("fit"):
-        model(mine[0][0])
+    if case.way != "fit":
+        model(local[0][0])
     optimizer = CowClipOptimizer.for_model(
         model,
         case.hyperparameters,
@@ -177,7 +173,7 @@ def trained(case: Case, rank: int = 0, ranks: int = 1) -> dict[str, np.ndarray]:
     )
     statistics = optimizer.observe()
     model.compile(optimizer=optimizer, metrics=[])
-    WAYS[case.way](model, optimizer, mine)
+    WAYS[case.way](model, optimizer, local)
     tf.keras.mixed_precision.set_global_policy("float32")
     totals = statistics.total()
     with whole_tables(model):
@@ -193,33 +189,27 @@ def trained(case: Case, rank: int = 0, ranks: int = 1) -> dict[str, np.ndarray]:
     return {**state, "counts": np.array(counts), "clipped": np.array(clipped)}
 
 
-def _signature(mine: list[Any]) -> Any:
-    return tf.nest.map_structure(lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), mine[0])
+def _signature(local: list[Any]) -> Any:
+    return tf.nest.map_structure(lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), local[0])
 
 
-def _step(model: Any, optimizer: Any, mine: list[Any]) -> None:
-    step = tf.function(model.train_step, input_signature=[_signature(mine)])
-    for batch in mine:
+def _step(model: Any, optimizer: Any, local: list[Any]) -> None:
+    step = tf.function(model.train_step, input_signature=[_signature(local)])
+    for batch in local:
         step(batch)
 
 
-def _fit(model: Any, optimizer: Any, mine: list[Any], **options: Any) -> None:
-    signature = _signature(mine)
-    data = tf.data.Dataset.from_generator(lambda: iter(mine), output_signature=signature)
-    data = data.apply(tf.data.experimental.assert_cardinality(len(mine)))
-    model.fit(data, verbose=0, **options)
+def _fit(model: Any, optimizer: Any, local: list[Any]) -> None:
+    signature = _signature(local)
+    data = tf.data.Dataset.from_generator(lambda: iter(local), output_signature=signature)
+    data = data.apply(tf.data.experimental.assert_cardinality(len(local)))
+    model.fit(data, verbose=0)
 
 
-def _fit_by_pre(model: Any, optimizer: Any, mine: list[Any]) -> None:
-    """With labels that Merlin takes out of the features within a step."""
-    held = [({**features, TARGET.name: labels},) for features, labels in mine]
-    _fit(model, optimizer, held, pre=mm.ToTarget(Schema([TARGET]), TARGET.name))
-
-
-def _loop(model: Any, optimizer: Any, mine: list[Any]) -> None:
+def _loop(model: Any, optimizer: Any, local: list[Any]) -> None:
     optimizer.create_slots(model.trainable_variables)
     optimizer.broadcast()
-    for features, labels in mine:
+    for features, labels in local:
         with tf.GradientTape() as tape:
             clicks = tf.reshape(model(features, training=True), [-1, 1])
             loss = tf.reduce_mean(tf.keras.losses.binary_crossentropy(labels, clicks))
@@ -227,4 +217,4 @@ def _loop(model: Any, optimizer: Any, mine: list[Any]) -> None:
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
 
-WAYS = {"step": _step, "fit": _fit, "fit by pre": _fit_by_pre, "loop": _loop}
+WAYS = {"step": _step, "fit": _fit, "loop": _loop}

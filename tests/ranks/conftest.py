@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from merlin_cowclip.workflows import Run
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
-from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
+from merlin_cowclip.workflows.data.spec import Split
+from tests.logs import CLICKS, click_log, write_csv
 
 from .cases import LAUNCHES
 from .launch import on_ranks
@@ -24,32 +24,14 @@ COMMAND = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main"]
 BATCH, EPOCHS = 18, 3
 FALLING = ["--dense-schedule", "cosine:to=0.1", "--embedding-schedule", "cosine"]
 OPTIONS = ["--batch-size", BATCH, "--epochs", EPOCHS, "--embedding-dim", 3, "--mlp", "6", *FALLING]
-SPEC = DatasetSpec(
-    name="toy",
-    label="y",
-    categorical=("user", "item"),
-    continuous=("price",),
-    lists=("genres",),
-    split=Split("random", 0.3),
-)
 
 
 def prepared(home: Path, seed: int = 0) -> Path:
     """126 training rows, 7 batches of 18, which 2 and 3 ranks can share."""
-    random = np.random.default_rng(seed)
-    frame = pd.DataFrame(
-        {
-            "y": random.integers(0, 2, 180),
-            "user": random.integers(0, 9, 180),
-            "item": random.integers(0, 9, 180),
-            "price": random.normal(5, 3, 180).round(2),
-            "genres": [f"g{g}|g{g + 1}" for g in random.integers(0, 5, 180)],
-        }
-    )
-    frame.to_csv(home / f"log{seed}.csv", index=False)
-    frame.sample(45, random_state=seed).to_csv(home / f"valid{seed}.csv", index=False)
-    split = dataclasses.replace(SPEC.split, valid=(str(home / f"valid{seed}.csv"),))
-    spec = dataclasses.replace(SPEC, split=split)
+    log = click_log(180, seed, users=9, items=9)
+    write_csv(log, home / f"log{seed}.csv")
+    valid = write_csv(log.sample(45, random_state=seed), home / f"valid{seed}.csv")
+    spec = dataclasses.replace(CLICKS, split=Split("random", 0.3, valid=(str(valid),)))
     return prepare(spec, [home / f"log{seed}.csv"], home / f"data{seed}", progress=False).path
 
 
@@ -76,15 +58,27 @@ def in_shards(data, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def launched(data, tmp_path_factory) -> Callable[[str], Path]:
+def launched(tmp_path_factory) -> Callable[[str], Path]:
     """Gives the folder that the ranks of a launch have written; each is launched once."""
 
     @functools.cache
     def folder_of(launch: str) -> Path:
         folder = tmp_path_factory.mktemp(launch)
-        command = [sys.executable, "-m", "tests.ranks.program", folder, data, launch]
+        command = [sys.executable, "-m", "tests.ranks.program", folder, launch]
         ended = on_ranks(LAUNCHES[launch][0], command)
         assert ended.code == 0, ended
         return folder
 
     return folder_of
+
+
+def assert_alike(run: Run, reference: Run) -> None:
+    """Equal but for the order of sums over ranks."""
+    for key in ("auc", "log_loss", "calibration", "best_epoch"):
+        assert run.result[key] == pytest.approx(reference.result[key], rel=1e-5)
+    for ours, theirs in zip(run.result["epochs"], reference.result["epochs"], strict=True):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-5)
+    weights = reference.model().get_weights()
+    largest = max(np.abs(weight).max() for weight in weights)
+    for ours, theirs in zip(run.model().get_weights(), weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * largest)

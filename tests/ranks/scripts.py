@@ -9,19 +9,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.plugins import (
     CowClipOptimizer,
-    RankSync,
     load_model,
     save_model,
     whole_tables,
 )
 from merlin_cowclip.plugins._tensorflow import Schema
-from merlin_cowclip.plugins.distributed.horovod import all_gather_object
 from merlin_cowclip.plugins.optimizers.state import state_of
-from merlin_cowclip.workflows import CheckpointConfig, Loader, TrainConfig, train
-from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from tests.plugins.merlin_models import NUMBER, SCHEMA, TARGET, category
 from tests.ranks.cases import HP, Case, batches, in_shards, ours
 
@@ -40,17 +35,17 @@ def said_by(scripts: dict[str, Callable[[], Any]]) -> dict[str, str]:
     return said
 
 
-def _made(build: Callable[[Any], Any], rank: int, ranks: int, **given: Any) -> tuple[Any, Any]:
+def _built(build: Callable[[Any], Any], rank: int, ranks: int, **given: Any) -> tuple[Any, Any]:
     """A model with its optimizer, and some batches."""
     case = Case(build, SCHEMA)
-    mine = list(batches(case, rank, ranks))[:3]
+    local = list(batches(case, rank, ranks))[:3]
     model = build(SCHEMA)
-    model(mine[0][0])
+    model(local[0][0])
     hyperparameters = given.pop("hyperparameters", case.hyperparameters)
     loss = given.pop("loss", None)
     optimizer = CowClipOptimizer.for_model(model, hyperparameters, steps_per_epoch=9, **given)
     model.compile(optimizer=optimizer, metrics=[], loss=loss)
-    return model, mine
+    return model, local
 
 
 def of_keras() -> Any:
@@ -64,74 +59,45 @@ def of_keras() -> Any:
     return model
 
 
-def _data(mine: list[Any], batches: int) -> tf.data.Dataset:
-    data = tf.data.Dataset.from_tensor_slices(mine[0])
-    return data.batch(len(mine[0][1])).repeat(batches)
+def _data(local: list[Any], batches: int) -> tf.data.Dataset:
+    data = tf.data.Dataset.from_tensor_slices(local[0])
+    return data.batch(len(local[0][1])).repeat(batches)
 
 
 PART = "save_model(model, path)"
 REFUSED = {  # by script, what both ranks are told
     "get_weights": PART,
-    "checkpoint": PART,
-    "another": "by a CowClipOptimizer",
     "l2": "hyperparameters l2 0.0001 on rank 0, 0.0002 on rank 1",
     "keras": "fit needs the callback RankSync",
-    "tape": "DistributedGradientTape",
     "wrapped": "hvd.DistributedOptimizer does not add up id counts",
 }
 
 
-def refused(folder: Path, rank: int, ranks: int) -> dict[str, str]:
+def refused(rank: int, ranks: int) -> dict[str, str]:
     """Calls that would use one rank's rows for all, or that the ranks do not make alike."""
-    import horovod.tensorflow as hvd
     from horovod.tensorflow.keras import DistributedOptimizer
 
-    model, mine = _made(in_shards, rank, ranks)
-    optimizer, path, data = model.optimizer, str(folder / "part"), _data(mine, 2)
-
-    def fit(*callbacks: Any) -> None:
-        model.fit(data, verbose=0, callbacks=list(callbacks))
+    model, _ = _built(in_shards, rank, ranks)
 
     def fit_by(l2: float) -> None:
-        model, mine = _made(ours, rank, ranks, hyperparameters=hp.replace(l2=l2))
-        model.fit(_data(mine, 1), verbose=0)
-
-    def by_another() -> None:
-        model.compile(optimizer="adam")
-        fit()
-
-    def step(tape: Any) -> None:
-        model, mine = _made(ours, rank, ranks)
-        model.optimizer.broadcast()
-
-        @tf.function(autograph=False)
-        def update() -> None:
-            with tape as used:
-                loss = tf.reduce_sum(model(mine[0][0], training=True))
-            weights = model.trainable_variables
-            model.optimizer.apply_gradients(zip(used.gradient(loss, weights), weights, strict=True))
-
-        update()
+        model, local = _built(ours, rank, ranks, hyperparameters=hp.replace(l2=l2))
+        model.fit(_data(local, 1), verbose=0)
 
     hp = Case(ours, SCHEMA).hyperparameters
     return said_by(
         {
-            "a batch": lambda: model.predict_on_batch(mine[0][0]),
             "get_weights": model.get_weights,
-            "checkpoint": lambda: fit(KERAS.ModelCheckpoint(path, save_weights_only=True)),
-            "another": by_another,
             "l2": lambda: fit_by(hp.l2 * (1 + rank)),
             "keras": lambda: of_keras().fit(tf.ones([4, 1]), tf.ones([4, 1]), verbose=0),
-            "wrapped": lambda: DistributedOptimizer(optimizer),
-            "tape": lambda: step(hvd.DistributedGradientTape(tf.GradientTape())),
+            "wrapped": lambda: DistributedOptimizer(model.optimizer),
         }
     )
 
 
 def with_a_wrong_id(rank: int, ranks: int) -> dict[str, Any]:
     """What each has after a step that one rank has to begin again."""
-    model, mine = _made(ours, rank, ranks)
-    features, labels = mine[0]
+    model, local = _built(ours, rank, ranks)
+    features, labels = local[0]
     wrong = {**features, "a": features["a"] + 10**6}
     said = said_by({"wrong": lambda: model.train_on_batch(wrong, labels)} if rank else {})
     model.train_on_batch(features, labels)
@@ -179,9 +145,9 @@ def scaled(rank: int, ranks: int) -> dict[str, Any]:
 
 def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     """What all ranks do together: stop, predict, save and load."""
-    model, mine = _made(in_shards, rank, ranks)
+    model, local = _built(in_shards, rank, ranks)
     statistics = model.optimizer.observe()
-    data, epochs = _data(mine, 2), []
+    data, epochs = _data(local, 2), []
 
     class Losses(KERAS.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -189,62 +155,18 @@ def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
 
     stop = KERAS.EarlyStopping("loss", patience=0, min_delta=1.0)  # in the second epoch
     model.fit(data, epochs=5, verbose=0, callbacks=[Losses(), stop])
-    found = [model.predict(data, verbose=0)]
+    predicted = [model.predict(data, verbose=0)]
     with whole_tables(model):
         if not rank:
-            found.append(model.predict(data, verbose=0))
-    found.append(model.predict(data, verbose=0))
-    everywhere, _ = _made(ours, rank, ranks)
-    save_model(everywhere, folder / "everywhere")
-    all_gather_object("it is saved")
-    loaded = load_model(folder / "everywhere")
-    same = len(loaded.get_weights()) == len(everywhere.get_weights())
-    all_gather_object("it is loaded")
+            predicted.append(model.predict(data, verbose=0))
+    predicted.append(model.predict(data, verbose=0))
     save_model(model, folder / "everywhere")
     after = load_model(folder / "everywhere")  # at once: not the model that was there before
     steps = [int(one.optimizer.iterations) for one in (model, after)]
-    table = FusedEmbeddings(Schema([category("a", 6)]), 2, sharded=True)
-    read = tf.function(lambda: table.lookup("a", tf.constant([1, 4])), autograph=False)()
-    apart = max(float(np.abs(one - found[0]).max()) for one in found)
-    told = {"losses": epochs, "apart": apart, "loaded": same, "read": list(read.shape)}
+    apart = max(float(np.abs(one - predicted[0]).max()) for one in predicted)
+    results = {"losses": epochs, "apart": apart}
     occurrences = [field.all.occurrences for field in statistics.total()]
-    return {**told, "steps": steps, "occurrences": occurrences}
-
-
-def in_half_precision(folder: Path, data: Path, rank: int, ranks: int) -> dict[str, Any]:
-    """A run in mixed precision, whose model is loaded and trained further."""
-    prepared = PreparedData.open(data)
-    half = {"precision": "mixed_float16", "embedding_dim": 3, "mlp": (6,)}
-    config = TrainConfig(batch_size=18, epochs=1, **half)
-    saved = CheckpointConfig(saved_model=True)
-    run = train(prepared, config, folder / "half", checkpointing=saved, progress=False)
-    model = load_model(run.path / "model")
-    scaling, inner = model.optimizer, model.optimizer.inner_optimizer
-    found = [type(scaling).__name__, int(inner.iterations), float(inner.learning_rate)]
-    loader = Loader(prepared, batch_size=18, rank=rank, ranks=ranks)
-    model.fit(loader.dataset(), epochs=1, verbose=0)
-    weights = [float(np.abs(weight.astype(float)).sum()) for weight in model.get_weights()]
-    steps, rate = int(inner.iterations), config.hyperparameters.dense_lr
-    return {"found": found, "rate": rate, "steps": steps, "weights": weights}
-
-
-def stopped(rank: int, ranks: int) -> dict[str, int]:
-    """The steps of fits that a callback on one rank stops."""
-
-    class Stop(KERAS.Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.model.stop_training = True
-
-    steps = {}
-    for name, callback in {"batch": KERAS.TerminateOnNaN(), "epoch": Stop()}.items():
-        model, mine = _made(ours, rank, ranks)
-        features, labels = mine[0]
-        wrong = tf.constant([0.0, np.nan if rank and name == "batch" else 0.0, 0.0, 0.0])
-        data = tf.data.Dataset.from_tensor_slices(wrong)
-        data = data.map(lambda more, x=features, y=labels: (x, y + more))
-        model.fit(data, epochs=2, verbose=0, callbacks=[callback] if rank else [])
-        steps[name] = int(model.optimizer.iterations)
-    return steps
+    return {**results, "steps": steps, "occurrences": occurrences}
 
 
 class _Load(KERAS.Callback):
@@ -258,38 +180,25 @@ class _Load(KERAS.Callback):
 
 
 def loaded(rank: int, ranks: int) -> dict[str, Any]:
-    """The weights of each rank, and how far its last bias is up, after fits that load on rank 0."""
+    """The weights and how far the last bias is up, after a fit that loads weights on rank 0."""
     import horovod.tensorflow as hvd
 
-    broadcast, found = hvd.keras.callbacks.BroadcastGlobalVariablesCallback(0), {}
+    broadcast = hvd.keras.callbacks.BroadcastGlobalVariablesCallback(0)
+    model, local = _built(in_shards, rank, ranks)
     load = [] if rank else [_Load()]
-    for build in (ours, in_shards):
-        model, mine = _made(build, rank, ranks)
-        model.fit(_data(mine, 2), verbose=0, callbacks=[*load, broadcast])
-        found[build.__name__] = _weights_and_bias(model)
-    model, sync = of_keras(), RankSync()
-    halve = KERAS.LearningRateScheduler(lambda epoch, rate: rate * 0.5**epoch)
-    more = load or [halve]  # on rank 1 alone, whose learning rate becomes rank 0's
-    data = tf.data.Dataset.from_tensors((tf.constant([[1], [2 + rank]]), tf.ones([2, 1])))
-    model.fit(data, epochs=2, verbose=0, callbacks=[sync, *more, sync])
-    return {**found, "keras": _weights_and_bias(model)}
-
-
-def _weights_and_bias(model: Any) -> dict[str, Any]:
+    model.fit(_data(local, 2), verbose=0, callbacks=[*load, broadcast])
     own = model.optimizer.in_shards()
-    state = (v for v in state_of(model, model.optimizer).values() if v.ref() not in own)
+    state = [v for v in state_of(model, model.optimizer).values() if v.ref() not in own]
     up = float(model.trainable_variables[-1].numpy()[0])
     return {"weights": [float(np.abs(value).sum()) for value in state], "up": up}
 
 
-def ended(folder: Path, data: Path, rank: int, ranks: int) -> dict[str, Any]:
+def ended(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     """What has come of each."""
     return {
-        "refused": refused(folder, rank, ranks),
+        "refused": refused(rank, ranks),
         "wrong": with_a_wrong_id(rank, ranks),
         "scaled": scaled(rank, ranks),
         "together": together(folder, rank, ranks),
-        "half": in_half_precision(folder, data, rank, ranks),
-        "stopped": stopped(rank, ranks),
         "loaded": loaded(rank, ranks),
     }

@@ -6,7 +6,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from merlin_cowclip.workflows import Run
@@ -14,7 +13,7 @@ from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 from tests.runs_alike import differences
 
-from .conftest import COMMAND, EPOCHS, OPTIONS
+from .conftest import COMMAND, EPOCHS, OPTIONS, assert_alike
 from .launch import needs_horovod, on_ranks
 
 TROUBLED = [sys.executable, "-m", "tests.ranks.troubled"]
@@ -24,23 +23,6 @@ EVERY = ["--checkpoint-every", 2, "--no-saved-model"]
 
 def steps_of(run: Path) -> list[int]:
     return Checkpoints(run / "checkpoints").steps()
-
-
-def assert_alike(run: Path, reference: Path) -> None:
-    """Equal but for the order of sums over ranks."""
-    ours, theirs = Run.open(run), Run.open(reference)
-    for key in ("auc", "log_loss", "calibration", "best_epoch"):
-        assert ours.result[key] == pytest.approx(theirs.result[key], rel=1e-5)
-    for mine, others in zip(ours.result["epochs"], theirs.result["epochs"], strict=True):
-        assert mine["train_loss"] == pytest.approx(others["train_loss"], rel=1e-5)
-    weights = [one.model().get_weights() for one in (theirs, ours)]
-    largest = max(np.abs(w).max() for w in weights[0])
-    for mine, others in zip(*weights, strict=True):
-        np.testing.assert_allclose(others, mine, rtol=0, atol=1e-5 * largest)
-    for name in ("fields.csv", "metrics.csv", "norms.csv"):
-        assert len((run / name).read_text().splitlines()) == len(
-            (reference / name).read_text().splitlines()
-        )
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +46,8 @@ def test_killed_and_resumed_to_the_last_bit(killed, in_shards, tmp_path):
     assert ended.code == 0, ended
     rows = Checkpoints(run / "checkpoints").at(EPOCHS * 7).path.glob("rows-*.index")
     assert len(list(rows)) == 2
-    found = [one for one in differences(run, in_shards) if not one.startswith("result.json")]
-    assert not found, "but for the SavedModel's files"
+    changed = [one for one in differences(run, in_shards) if not one.startswith("result.json")]
+    assert not changed, "but for the SavedModel's files"
 
 
 @pytest.mark.extended
@@ -102,4 +84,4 @@ def test_two_ranks_resume_a_run_of_one_process_and_run_out_of_time(
     assert steps_of(run)[-1] == 3
     ended = on_ranks(2, [*COMMAND, "train", "--resume", run])
     assert ended.code == 0, ended
-    assert_alike(run, one.path)
+    assert_alike(Run.open(run), one)

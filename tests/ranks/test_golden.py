@@ -24,5 +24,5 @@ def runs(tmp_path_factory):
 )
 def test_as_recorded(runs, tables, name):
     """Replicated tables are those that one process trains."""
-    told = cases.differences(cases.of_run(runs / tables), name)
-    assert not told, "\n".join(told)
+    changed = cases.differences(cases.of_run(runs / tables), name)
+    assert not changed, "\n".join(changed)

@@ -112,5 +112,5 @@ def executions(address: str) -> int:
     import tritonclient.grpc as grpc
 
     with grpc.InferenceServerClient(address) as client:
-        (found,) = client.get_inference_statistics(MODEL).model_stats
-        return int(found.execution_count)
+        (statistics,) = client.get_inference_statistics(MODEL).model_stats
+        return int(statistics.execution_count)

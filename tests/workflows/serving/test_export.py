@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from dataclasses import replace
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 
 from merlin_cowclip.workflows import Repository, export, predict_logs
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.adopt.adopt import adopt
 from merlin_cowclip.workflows.data.adopt.graph import load_saved
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.encoder import Encoder
@@ -27,7 +25,7 @@ from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.serving import prepared_rows, served_model
+from merlin_cowclip.workflows.serving import served_model
 from merlin_cowclip.workflows.serving.export import _inputs, _own_modules
 from merlin_cowclip.workflows.training.evaluation import predict
 from merlin_cowclip.workflows.training.loader import Loader
@@ -50,7 +48,7 @@ with quiet_imports():
     from nvtabular import ops
 
     from merlin_cowclip.workflows.serving.prepared_rows import PreparedRows
-    from merlin_cowclip.workflows.serving.served_model import ServedModel, probabilities
+    from merlin_cowclip.workflows.serving.served_model import probabilities
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode"),
@@ -105,23 +103,6 @@ def shop_frame(path: Path) -> pd.DataFrame:
     return frame.assign(**numbers)
 
 
-def request(frame: pd.DataFrame, record: Any) -> dict[str, np.ndarray]:
-    """As a client of Triton's sends it."""
-    kinds = {"TYPE_STRING": object, "TYPE_INT64": np.int64, "TYPE_FP64": np.float64}
-    tensors: dict[str, np.ndarray] = {}
-    for name in record["columns"]:
-        column = frame[name]
-        if name in record["inputs"]:
-            column = column.fillna("") if column.dtype == object else column
-            tensors[name] = column.to_numpy().astype(kinds[record["inputs"][name]])
-        else:
-            kind = kinds[record["inputs"][f"{name}__values"]]
-            tensors[f"{name}__values"] = np.array([*(v for row in column for v in row)], kind)
-            ends = np.cumsum([0, *map(len, column)])
-            tensors[f"{name}__offsets"] = ends.astype(np.int32)
-    return {name: array[np.newaxis] for name, array in tensors.items()}
-
-
 def test_predict_of_a_repository(shop, tmp_path):
     """A thousand rows with unseen, missing and rare ids, text beyond ASCII, empty lists."""
     run, path, repository = shop
@@ -131,8 +112,8 @@ def test_predict_of_a_repository(shop, tmp_path):
     assert (frame["user.id"] == ODD).any()
     assert (frame["item"] == "").any()
     assert frame["price"].isna().any()
-    found = Repository.open(repository).predict(frame[frame.columns[::-1]])
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+    answers = Repository.open(repository).predict(frame[frame.columns[::-1]])
+    np.testing.assert_allclose(answers, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["rare", "hashed"])
@@ -146,42 +127,38 @@ def test_a_request_is_encoded_as_by_the_workflow(name, tmp_path):
     lists = {n: [t.split(";") if t else [] for t in frame[n]] for n in SHOP.lists}
     frame = frame.assign(**numbers, **lists, bought=0)
     frame.loc[::7, "user"] = ODD
-    kinds = dict.fromkeys(SHOP.continuous, "TYPE_FP64") | dict.fromkeys(
-        SHOP.categorical, "TYPE_STRING"
-    )
-    kinds |= {f"{name}__values": "TYPE_STRING" for name in SHOP.lists}
-    arrays = request(frame, {"columns": data.spec.fields, "inputs": kinds})
-    arrays = {
-        n: a[0] if a.dtype != object else np.array([t.encode() for t in a[0]], object)
-        for n, a in arrays.items()
-    }
+    kinds = dict.fromkeys(SHOP.continuous, "TYPE_FP64")
+    kinds |= dict.fromkeys((*SHOP.categorical, *(f"{n}__values" for n in lists)), "TYPE_STRING")
+    record = {"columns": data.spec.fields, "inputs": kinds, "is_adopted": False}
+    sent = Repository(tmp_path, record).request(frame)
     encoder = Encoder.open(data.path / "workflow", data.spec, data.record["ranges"])
-    found = PreparedRows(data.spec, encoder).encode(arrays)
+    columns = {column: array[0] for column, array in sent.items()}
+    encoded = PreparedRows(data.spec, encoder).encode(columns)
     expected = data.workflow().transform(frame)
     for field in (*SHOP.categorical, *SHOP.continuous):
-        np.testing.assert_array_equal(found[field], expected[field].to_numpy(), field)
+        np.testing.assert_array_equal(encoded[field], expected[field].to_numpy(), field)
     for field in SHOP.lists:
-        values, offsets = found[f"{field}__values"], found[f"{field}__offsets"]
+        values, offsets = encoded[f"{field}__values"], encoded[f"{field}__offsets"]
         np.testing.assert_array_equal(values, np.concatenate(expected[field].to_numpy()), field)
         np.testing.assert_array_equal(np.diff(offsets), expected[field].map(len), field)
+    strict = PreparedRows(replace(data.spec, non_finite="refuse"), encoder)
+    with pytest.raises(UserError, match="is -?inf in row"):
+        strict.encode(columns)
 
 
 def test_modules_that_no_package_installs_are_saved_with_the_workflow(tmp_path, monkeypatch):
     (tmp_path / "modules").mkdir()
-    text = "import numpy as np\ndef half(column):\n    return np.floor(column / 2)\n"
-    (tmp_path / "modules" / "own_operators.py").write_text(text)
+    (tmp_path / "modules" / "own_operators.py").write_text("def half(column): return column / 2")
     monkeypatch.syspath_prepend(tmp_path / "modules")
     half = importlib.import_module("own_operators").half
     rows = pd.DataFrame({"x": [1.0, 2.0, 5.0]})
     workflow = nvt.Workflow(["x"] >> ops.LambdaOp(half))
     workflow.fit(nvt.Dataset(rows))
-    own = _own_modules()
-    assert "own_operators" in {module.__name__ for module in own}
-    workflow.save(str(tmp_path / "saved"), modules_byvalue=own)
+    workflow.save(str(tmp_path / "saved"), modules_byvalue=_own_modules())
     shutil.rmtree(tmp_path / "modules")
     monkeypatch.delitem(sys.modules, "own_operators")
     loaded = nvt.Workflow.load(str(tmp_path / "saved"))
-    assert loaded.transform(rows)["x"].tolist() == [0, 1, 2]
+    assert loaded.transform(rows)["x"].tolist() == [0.5, 1, 2.5]
 
 
 def test_requests_are_joined_and_a_bad_one_fails_alone(shop, tmp_path, monkeypatch):
@@ -190,25 +167,20 @@ def test_requests_are_joined_and_a_bad_one_fails_alone(shop, tmp_path, monkeypat
     expected, model = predicted(*shop[:2], tmp_path), repository.load()
     scored, network = [], model._network
     monkeypatch.setattr(model, "_network", lambda inputs: scored.append(1) or network(inputs))
-    parts = [frame[:1], frame[1:3], frame[3:100], frame[100:101], frame[101:]]
+    parts = [frame[:1], frame[1:3], frame[3:100], frame[100:]]
     good = [repository.request(part) for part in parts]
-    for part, found in zip(parts, good, strict=True):
-        by_client = request(part, repository.record)
-        assert found.keys() == by_client.keys()
-        for name, array in by_client.items():
-            sent = [[t.encode() for t in array[0]]] if array.dtype == object else array
-            np.testing.assert_array_equal(found[name], sent)
     np.testing.assert_allclose(probabilities(model.answers(good)), expected, rtol=0, atol=1e-6)
     assert len(scored) == 1
     five = repository.request(frame.head(5))
-    crooked = {**five, "tags__offsets": np.maximum(five["tags__offsets"], 1)}
     bad = {
         "columns differ in their number of rows: 5 in 'age', 4 in 'item'": {
             **five,
             "item": five["item"][:, :4],
         },
-        "column 'item' is not UTF-8": {**five, "item": np.array([[b"\xff"] * 5], object)},
-        "'tags__offsets' must rise from 0 to the number of values, ": crooked,
+        "'tags__offsets' must rise from 0 to the number of values, ": {
+            **five,
+            "tags__offsets": np.maximum(five["tags__offsets"], 1),
+        },
         "the request has no rows": repository.request(frame.head(0)),
         "'age' must have the shape (1, n), not (5, 1)": {**five, "age": five["age"].T},
     }
@@ -224,11 +196,7 @@ def test_requests_are_joined_and_a_bad_one_fails_alone(shop, tmp_path, monkeypat
     [
         (lambda f: f.drop(columns=["item", "price"]), "each of the columns 'item', 'price' once"),
         (lambda f: f.assign(price=f["price"].astype(object).where(f.index != 2, "dear")), "dear"),
-        (lambda f: f.assign(price=[["t1"]] * len(f)), "column 'price' is list.*, but was double"),
-        (
-            lambda f: f.assign(tags="t1;t2"),
-            "'tags': it is string, not .* a list of them in each row",
-        ),
+        (lambda f: f.assign(tags="t1;t2"), "'tags': it is string, not"),
         (lambda f: pd.concat([f, f[["item"]]], axis=1), "each of the columns 'item' once"),
     ],
 )
@@ -252,16 +220,13 @@ def test_config_and_record(shop):
     text_format = pytest.importorskip("google.protobuf.text_format")
     record = Repository.open(shop[2]).record
     assert record["columns"] == ["user.id", "item", "2-genres", "tags", "price", "age"]
-    assert record["packages"].keys() >= {"merlin-cowclip", "tensorflow", "nvtabular"}
     (path,) = shop[2].glob("*/config.pbtxt")
     config = text_format.Parse(path.read_text(), schema.ModelConfig())
-    found = {one.name: schema.DataType.Name(one.data_type) for one in config.input}
-    assert found == record["inputs"]
-    assert found["2-genres__values"] == "TYPE_STRING"
+    inputs = {one.name: schema.DataType.Name(one.data_type) for one in config.input}
+    assert inputs == record["inputs"]
+    assert inputs["2-genres__values"] == "TYPE_STRING"
     assert all(one.allow_ragged_batch and one.dims == [-1] for one in config.input)
     assert config.max_batch_size > 1
-    assert config.HasField("dynamic_batching")
-    assert config.backend == "python"
 
 
 @pytest.mark.extended
@@ -271,10 +236,10 @@ def test_the_best_epoch(shop, tmp_path):
     best = replace(run, result={**run.result, "best_step": int(first.partition("-")[2])})
     repository = export(best, tmp_path / "best", which="best", progress=False)
     expected = predicted(best, path, tmp_path, which="best")
-    found = repository.predict(shop_frame(path))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
-    shutil.move(tmp_path / "scores.parquet", tmp_path / "best.parquet")
-    assert np.abs(found - predicted(run, path, tmp_path)).max() > 1e-4
+    answers = repository.predict(shop_frame(path))
+    np.testing.assert_allclose(answers, expected, rtol=0, atol=1e-6)
+    (tmp_path / "scores.parquet").unlink()
+    assert np.abs(answers - predicted(run, path, tmp_path)).max() > 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -320,15 +285,13 @@ def every_kind_frame(path: Path) -> pd.DataFrame:
 def test_fields_of_every_kind(every_kind, tmp_path):
     run, path, repository = every_kind
     repository, frame = Repository.open(repository), every_kind_frame(path)
-    assert {"the device", "the time"} <= {*repository.record["columns"]}
     expected = predicted(run, path, tmp_path)
     of_parts = predict(run.model(), Loader(run.data(), "test", batch_size=512))[1]
     np.testing.assert_allclose(expected, of_parts, atol=1e-6)
     np.testing.assert_allclose(repository.predict(frame), expected, atol=1e-6)
     times = pd.to_datetime(frame["the time"], dayfirst=True)
-    for column in (times, times.astype(object)):
-        with pytest.raises(UserError, match="and times as text"):
-            repository.predict(frame.assign(**{"the time": column}))
+    with pytest.raises(UserError, match="times as text"):
+        repository.predict(frame.assign(**{"the time": times}))
 
 
 def test_an_adopted_pipeline(stock, of_stock, tmp_path):
@@ -341,18 +304,12 @@ def test_an_adopted_pipeline(stock, of_stock, tmp_path):
     expected = predicted(run, path, tmp_path, raw=True)
     frame = pd.read_parquet(path)
     np.testing.assert_allclose(of_stock.predict(frame), expected, rtol=0, atol=1e-6)
-    parts = (frame[:1], frame[1:200], frame[200:])
-    by_client = [request(part, record) for part in parts]
-    found = of_stock.load().answers([of_stock.request(part) for part in parts])
-    np.testing.assert_allclose(probabilities(found), expected, rtol=0, atol=1e-6)
-    assert [one["genres__offsets"].tolist() for one in by_client] == [
-        of_stock.request(part)["genres__offsets"].tolist() for part in parts
-    ]
-    # As of a single row, of which every id is missing.
-    missing = frame[frame["item"].isna()]
-    assert len(missing)
-    among = expected[missing.index]
-    np.testing.assert_allclose(of_stock.predict(missing), among, rtol=0, atol=1e-6)
+    parts = [of_stock.request(part) for part in (frame[:1], frame[1:200], frame[200:])]
+    answers = of_stock.load().answers(parts)
+    np.testing.assert_allclose(probabilities(answers), expected, rtol=0, atol=1e-6)
+    missing = frame[frame["item"].isna()]  # as of a single row, of which every id is missing
+    answers = of_stock.predict(missing)
+    np.testing.assert_allclose(answers, expected[missing.index], rtol=0, atol=1e-6)
 
 
 def test_types_of_an_adopted_pipelines_columns(stock, of_stock):
@@ -364,94 +321,51 @@ def test_types_of_an_adopted_pipelines_columns(stock, of_stock):
         genres=[[genre.encode() for genre in row] for row in rows["genres"]],
     )
     for frame in (as_bytes, rows.astype({"item": "category", "user": float}), rows[::-1]):
-        found = of_stock.predict(frame)
-        np.testing.assert_allclose(found, expected[frame.index], rtol=0, atol=1e-6)
+        answers = of_stock.predict(frame)
+        np.testing.assert_allclose(answers, expected[frame.index], rtol=0, atol=1e-6)
     for frame, words in (
         (rows.assign(user=rows["user"].astype(str)), "column 'user' is string, but was int64"),
-        (
-            rows.assign(user=rows["user"] + 0.5),
-            r"column 'user', .* Float value .* was truncated",
-        ),
-        (rows.assign(item=5), "column 'item' is int64, but was binary"),
         (rows.assign(item=b"\xff"), "'item' of the request, .* string .*UTF8"),
     ):
         with pytest.raises(UserError, match=words):
             of_stock.predict(frame)
 
 
-TEXTS = pa.array([*"abcd"])
 TIMES = pa.array(pd.date_range("2024-01-01", periods=4))
-SPANS = pa.array(pd.to_timedelta([1, 2, 3, 4], "h"))
-SENT = {  # raw columns of a request: their values, and Triton's type
-    **{f"i{n}": (pa.array([1, 2, 3, 4], f"int{n}"), f"TYPE_INT{n}") for n in (8, 16, 32, 64)},
-    **{f"u{n}": (pa.array([1, 2, 3, 4], f"uint{n}"), f"TYPE_UINT{n}") for n in (8, 16, 32, 64)},
+COLUMNS = {  # raw columns of a request: their values, and Triton's type, or why there is none
+    "i8": (pa.array([1, 2, 3, 4], "int8"), "TYPE_INT8"),
+    "u64": (pa.array([1, 2, 3, 4], "uint64"), "TYPE_UINT64"),
     "f32": (pa.array([1, 2, 3, None], pa.float32()), "TYPE_FP32"),
-    "f64": (pa.array([1, 2, 3, None], pa.float64()), "TYPE_FP64"),
     "truth": (pa.array([True, False, True, False]), "TYPE_BOOL"),
     "text": (pa.array(["a", "☂", None, "d"]), "TYPE_STRING"),
-    "large": (TEXTS.cast(pa.large_string()), "TYPE_STRING"),
     "bytes": (pa.array([b"\xff", b"b", b"c", None]), "TYPE_STRING"),
-    "fixed": (pa.array([b"ab", b"cd", b"ab", b"cd"], pa.binary(2)), "TYPE_STRING"),
-    "category": (TEXTS.dictionary_encode(), "TYPE_STRING"),
+    "category": (pa.array([*"abcd"]).dictionary_encode(), "TYPE_STRING"),
     "words": (pa.array([["a", "b"], [], ["b"], []]), "TYPE_STRING"),
-    "many": (pa.array([["a"], [], ["b"], []], pa.large_list(pa.string())), "TYPE_STRING"),
     "pair": (pa.array([[1, 2]] * 4, pa.list_(pa.int32(), 2)), "TYPE_INT32"),
-}
-NOT_SENT = {
     "date": (TIMES.cast(pa.date32()), r"date32\[day\]"),
-    "time": (TIMES.cast(pa.time64("us")), r"time64\[us\]"),
-    "second": (TIMES.cast(pa.time32("s")), r"time64\[us\]"),
-    "stamp": (TIMES, r"timestamp\[ns\]"),
     "zone": (TIMES.cast(pa.timestamp("us", "UTC")), r"timestamp\[ns, tz=UTC\]"),
-    "span": (SPANS, r"duration\[ns\]"),
-    "price": (pa.array(map(Decimal, range(4))), r"decimal128\(38, 0\)"),
-    "dates": (pa.array([[d] for d in TIMES.cast(pa.date32()).to_pylist()]), r"date32\[day\]"),
 }
 
 
-def of_types(columns: dict[str, pa.Array], home: Path, rows: int) -> Path:
-    """A workflow that encodes raw columns, its parquet and the raw rows."""
-    raw = pa.table(columns).take(np.arange(rows) % 4).append_column("y", [np.arange(rows) // 4 % 2])
-    pq.write_table(raw, home / "raw.parquet")
-    dataset = nvt.Dataset(str(home / "raw.parquet"), engine="parquet")
-    ids = [*columns] >> ops.Categorify(out_path=str(home / "fit"))
-    workflow = nvt.Workflow(ids + (["y"] >> ops.AddMetadata(tags=["target"])))
-    workflow.fit(dataset).save(str(home / "workflow"))
-    workflow.transform(dataset).to_parquet(str(home / "train"))
-    return home
-
-
 @pytest.mark.filterwarnings("ignore:Changing an NVTabular Dataset to CPU mode")
-def test_types_of_raw_columns_that_are_served(tmp_path):
-    """Each as a client sends it; `predict --raw` takes them, too."""
-    home = of_types({name: values for name, (values, _) in SENT.items()}, tmp_path, 64)
-    parts = (home / "train", home / "workflow", "y", home / "data")
-    data = adopt(*parts, check_raw=home / "raw.parquet", progress=False)
-    with quick_saves():
-        run = train(data, replace(CONFIG, batch_size=32), home / "run", progress=False)
-    repository = export(run, home / "served", check_raw=home / "raw.parquet", progress=False)
-    inputs = repository.record["inputs"]
-    found = {name.removesuffix("__values"): kind for name, kind in inputs.items()}
-    assert {name: found[name] for name in SENT} == {name: kind for name, (_, kind) in SENT.items()}
-    assert len(predicted(run, home / "raw.parquet", tmp_path, raw=True)) == 64
-
-
-@pytest.mark.filterwarnings("ignore:Changing an NVTabular Dataset to CPU mode")
-@pytest.mark.parametrize("name", NOT_SENT)
-def test_types_of_raw_columns_that_are_not_served(tmp_path, name):
-    """`predict --raw` takes them."""
-    values, kind = NOT_SENT[name]
-    home = of_types({"x": values}, tmp_path, 8)
-    workflow = load_saved(home / "workflow")
-    lists = ("x",) if name == "dates" else ()
-    inference = InferenceWorkflow(
-        workflow, DatasetSpec("log", "y", ("x",)[len(lists) :], (), lists)
-    )
-    with pytest.raises(UserError, match=f"Triton has no type for 'x' \\({kind}\\)"):
-        _inputs(workflow, inference.types)
-    rows = pq.read_table(home / "raw.parquet")
-    found = inference.transform(dict(zip(rows.column_names, rows.columns, strict=True)), "rows")
-    assert all(np.min(ids) > 2 for ids in found["x"])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_types_of_raw_columns(tmp_path, name):
+    """`predict --raw` takes them all."""
+    values, kind = COLUMNS[name]
+    rows = pa.table({"x": values})
+    pq.write_table(rows, tmp_path / "raw.parquet")
+    workflow = nvt.Workflow(["x"] >> ops.Categorify(out_path=str(tmp_path / "fit")))
+    dataset = nvt.Dataset(str(tmp_path / "raw.parquet"), engine="parquet")
+    workflow.fit(dataset).save(str(tmp_path / "workflow"))
+    workflow, lists = load_saved(tmp_path / "workflow"), ("x",) * pa.types.is_nested(values.type)
+    spec = DatasetSpec("log", "y", ("x",)[len(lists) :], (), lists)
+    inference = InferenceWorkflow(workflow, spec)
+    if kind.startswith("TYPE"):
+        assert _inputs(workflow, inference.types)["x__values" if lists else "x"] == kind
+    else:
+        with pytest.raises(UserError, match=f"Triton has no type for 'x' \\({kind}\\)"):
+            _inputs(workflow, inference.types)
+    assert len(inference.transform({"x": rows["x"]}, "rows")) == 4
 
 
 def test_raw_rows_are_checked(stock, shop, tmp_path, monkeypatch, capsys):
@@ -460,34 +374,11 @@ def test_raw_rows_are_checked(stock, shop, tmp_path, monkeypatch, capsys):
     argv = ["export", stock[0].path, "--out", tmp_path / "good", "--check-raw", raw, "--quiet"]
     assert main(list(map(str, argv))) == 0
     assert "the exported model answers as predict" in capsys.readouterr().out
-    export(shop[0], tmp_path / "shop", check_raw=shop[1], progress=False)
-    encoded = ServedModel._encoded
-    monkeypatch.setattr(ServedModel, "_encoded", lambda *given: in_another_order(encoded(*given)))
-    words = (
-        r"49\d of 500 raw rows get another probability from the exported model than from predict"
-    )
-    with pytest.raises(UserError, match=words):
-        export(stock[0], tmp_path / "bad", check_raw=raw, progress=False)
-    monkeypatch.undo()
-    # What encodes requests is checked, not the workflow; alone, and joined.
-    differ = r"\d+ of 1,000 raw rows get another probability"
-    for owner, name, wrong in (
-        (prepared_rows, "hash_of", lambda texts: np.zeros(len(texts), np.uint64)),
-        (served_model, "_join", lambda name, requests: join(name, requests[::-1])),
-    ):
-        monkeypatch.setattr(owner, name, wrong)
-        with pytest.raises(UserError, match=differ):
-            export(shop[0], tmp_path / "bad", check_raw=shop[1], progress=False)
-        monkeypatch.undo()
-    assert {path.name for path in tmp_path.iterdir()} == {"good", "shop"}
-
-
-join = served_model._join
-
-
-def in_another_order(encoded):
-    """Encoded rows, reversed but for lists."""
-    return {n: v if "__" in n else v[::-1].copy() for n, v in encoded.items()}
+    join = served_model._join
+    monkeypatch.setattr(served_model, "_join", lambda name, of: join(name, of[::-1]))
+    with pytest.raises(UserError, match=r"\d+ of 1,000 raw rows get another probability"):
+        export(shop[0], tmp_path / "bad", check_raw=shop[1], progress=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"good"}
 
 
 def test_a_repository_that_was_changed_is_refused(shop, tmp_path):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
 import pytest
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
@@ -16,38 +14,14 @@ from sqlalchemy.engine import Engine
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
+from merlin_cowclip.workflows.data.spec import Split
 from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.study import tune
 from merlin_cowclip.workflows.study.configuration import TuneConfig
+from tests.logs import CLICKS, write_log
 
-ROWS = 1_800
-SPEC = DatasetSpec(
-    name="toy",
-    label="y",
-    categorical=("user", "item"),
-    continuous=("serial",),
-    lists=("genres",),
-    split=Split("random", 0.25),
-)
+SPEC = dataclasses.replace(CLICKS, split=Split("random", 0.25))
 NETWORK = {"model": "deepfm", "embedding_dim": 4, "mlp": (8,)}
-
-
-def write_log(path: Path, rows: int = ROWS, seed: int = 0) -> Path:
-    """Clicks that depend on the user; every row has a number of its own."""
-    random = np.random.default_rng(seed)
-    user = random.integers(0, 30, rows)
-    effect = random.normal(0, 2, 30)
-    pd.DataFrame(
-        {
-            "y": (random.random(rows) < 1 / (1 + np.exp(-effect[user]))).astype(int),
-            "user": user,
-            "item": random.integers(0, 9, rows),
-            "serial": random.permutation(rows),
-            "genres": [f"g{g}|g{g + 1}" for g in random.integers(0, 5, rows)],
-        }
-    ).to_csv(path, index=False)
-    return path
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -65,7 +39,7 @@ def quick_database() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> PreparedData:
     home = tmp_path_factory.mktemp("tuning")
-    return prepare(SPEC, [write_log(home / "log.csv")], home / "data", progress=False)
+    return prepare(SPEC, [write_log(home / "log.csv", 1_800)], home / "data", progress=False)
 
 
 @pytest.fixture

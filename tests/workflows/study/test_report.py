@@ -5,13 +5,11 @@ from __future__ import annotations
 import html
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.report import report
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 
@@ -30,7 +28,7 @@ def swept(out: Path, configs=CONFIGS, rows: int = 10**6) -> Path:
     random = np.random.default_rng(0)
     out.mkdir(parents=True)
     runs = [{"run": config.identity[:16], "config": config.to_dict()} for config in configs]
-    (out / "sweep.json").write_text(json.dumps({**RECORD, "command": "again", "runs": runs}))
+    (out / "sweep.json").write_text(json.dumps({**RECORD, "command": "sweep a<b", "runs": runs}))
     for config, run in zip(configs, runs, strict=True):
         auc = AUCS[config.rule] + 1e-4 * random.normal() + 0.001 * config.seed
         epochs = [{"epoch": e, "valid_auc": auc - 0.01 * (2 - e)} for e in (1, 2)]
@@ -41,7 +39,7 @@ def swept(out: Path, configs=CONFIGS, rows: int = 10**6) -> Path:
             "config": {
                 **RECORD,
                 **config.to_dict(),
-                **{"dataset": "mine", "rows": parts, "cardinalities": {"a": 7, "b": 5}},
+                **{"dataset": "clicks", "rows": parts, "cardinalities": {"a": 7, "b": 5}},
                 **{"table_rows": 12, "versions": {"python": "3.11"}},
                 "machine": {"platform": "x", "cpus": 2, "gpus": []},
             },
@@ -58,28 +56,8 @@ def swept(out: Path, configs=CONFIGS, rows: int = 10**6) -> Path:
     return out
 
 
-class Page(HTMLParser):
-    """What a page refers to, and whether its elements are closed."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.open: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.links += [value for name, value in attrs if name in ("href", "src") and tag == "a"]
-        if tag in ("table", "tr", "td", "th", "p", "figure", "svg", "pre", "h2", "dl"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        if self.open and self.open[-1] == tag:
-            self.open.pop()
-
-
 def as_text(page: str) -> str:
-    """A page's words: rows of tables as `| cell | cell |`, links as `[words](address)`."""
-    page = re.sub(r'<a href="([^"]+)">(.*?)</a>', r"[\2](\1)", page)
+    """A page's words: rows of tables as `| cell | cell |`."""
     page = re.sub(r"</t[dh]><t[dh][^>]*>", " | ", page)
     page = re.sub(r"</t[dh]></tr>", " |", re.sub(r"<tr><t[dh][^>]*>", "| ", page))
     return html.unescape(page)
@@ -95,31 +73,12 @@ def page(out):
     return report(out)[0].read_text()
 
 
-def test_the_page_needs_no_other_file(page):
-    found = Page(page)
-    assert found.open == []
+def test_the_page_has_its_facts_and_needs_no_other_file(page):
     assert not re.findall(r'(?:src|@import|url)\s*[=(]\s*["\']?(?:https?:)?//', page)
-    assert not [link for link in found.links if "//" in link]
-
-
-def test_what_a_page_says(page):
-    assert "<pre>again</pre>" in page
+    assert "<pre>sweep a&lt;b</pre>" in page
     assert "<dt>machine</dt><dd>x, 2 CPUs, GPUs: none</dd>" in page
     captions = re.findall("<figcaption>(.*?)</figcaption>", page)
     assert {"test AUC, %, by batch size", "validation AUC, by epoch, first seed"} <= set(captions)
-
-
-def test_the_numbers_are_those_of_the_results(out, page):
-    (cell,) = set(re.findall(r"\| cowclip \| 8,192 \| 3 \| ([\d.]+) ± ([\d.]+) \|", as_text(page)))
-    results = [json.loads(path.read_text()) for path in out.glob("runs/*/result.json")]
-    aucs = [
-        one["auc"]
-        for one in results
-        if (one["config"]["rule"], one["config"]["batch_size"]) == ("cowclip", 8192)
-    ]
-    assert len(aucs) == 3
-    assert float(cell[0]) == pytest.approx(100 * np.mean(aucs), abs=5e-4)
-    assert float(cell[1]) == pytest.approx(100 * np.std(aucs, ddof=1), abs=5e-4)
 
 
 def test_the_verdict_pairs_by_seed(out, page):
@@ -133,7 +92,6 @@ def test_the_verdict_pairs_by_seed(out, page):
         r"\| none, batch_size 8,192 \| sqrt, batch_size 8,192 \| -2\.0\d+ \(-2\.\d+ to -1\.\d+",
         as_text(page),
     )
-    assert "With these options, others differ: dense_lr, init_stddev, warmup_epochs, clip" in page
     assert "| init_stddev | 0.0001 | 0.0001 | 0.0001 | 0.0001 | 0.01 | 0.01 |" in as_text(page)
 
 
@@ -142,7 +100,6 @@ def test_the_verdict_pairs_by_seed(out, page):
     [
         ({"rows": 90_000}, "No verdict: at batch size 8,192 an epoch has only 11 steps"),
         ({"configs": CONFIGS[:-1]}, "No verdict: 3 seeds are needed to .*, and a group has 2."),
-        ({"configs": CONFIGS[:3]}, "there is only one group of runs"),
     ],
 )
 def test_no_verdict(tmp_path, options, why):
@@ -172,14 +129,3 @@ def test_sweeps_on_other_data_are_compared(tmp_path, monkeypatch):
     assert re.search(r"^data +rule +batch_size +seeds +test AUC, %", text, re.M)
     assert re.search(r"^data yyyyyy +cowclip +1,024 ", text, re.M)
     assert "AUCs on different data do not compare" in page.read_text()
-
-
-def test_a_folder_that_cannot_be_reported_is_refused(tmp_path):
-    with pytest.raises(UserError, match="not a folder that train wrote"):
-        report(tmp_path)
-    out = swept(tmp_path / "out")
-    for path in out.glob("runs/*/result.json"):
-        path.unlink()
-    with pytest.raises(UserError, match="has no run that ended"):
-        report(out)
-    assert not (out / "report.html").exists()

@@ -25,6 +25,7 @@ from merlin_cowclip.workflows.study.sweep import sweep
 from merlin_cowclip.workflows.training.configuration import CheckpointConfig, TrainConfig
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
+from tests.refused import command
 
 from .conftest import SPEC
 
@@ -52,12 +53,6 @@ def config_of(batch_size: int, seed: int, **changes) -> TrainConfig:
 CONFIGS = [config_of(size, seed) for size in (128, 512) for seed in (1, 2)]
 
 
-@pytest.fixture
-def grid(tmp_path) -> str:
-    (tmp_path / "grid.toml").write_text(GRID)
-    return str(tmp_path / "grid.toml")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def eager():
     def train_eagerly(*arguments):
@@ -72,65 +67,47 @@ def eager():
 
 
 @pytest.fixture(scope="module")
-def swept(data, tmp_path_factory, eager):
-    """A sweep of four runs."""
-    out = tmp_path_factory.mktemp("sweep") / "out"
-    sweep(data, CONFIGS, out, progress=False)
-    return out
+def swept(data, tmp_path_factory, eager) -> tuple[Path, list[str]]:
+    """A sweep of four runs, and what the command printed."""
+    home = tmp_path_factory.mktemp("sweep")
+    (home / "grid.toml").write_text(GRID)
+    done = command(["sweep", data.path, home / "grid.toml", "--out", home / "out"])
+    assert done.code == 0, done.err
+    return home / "out", done.out.splitlines()
 
 
-def results(out: Path) -> dict[str, float]:
-    return {p.parent.name: json.loads(p.read_text())["auc"] for p in out.glob("runs/*/result.json")}
+def test_each_run_has_a_line(swept):
+    few, begun, *lines = swept[1]
+    assert begun == "0 of 4 runs have ended. Training."
+    assert few.startswith("Warning: at batch size 512 an epoch has only 3 steps.")
+    assert re.fullmatch(r"\[1/4\] batch_size 128, seed 1: AUC 0\.\d{4} \(\d+ s\)", lines[0])
+    assert lines[4].split()[:5] == ["batch_size", "seeds", "test", "AUC,", "%"]
 
 
 def test_runs_are_those_of_train(swept, data, tmp_path):
     config = CONFIGS[-1]
-    first = swept / "runs" / config_of(512, 1).identity[:16]
-    checkpointing = CheckpointConfig(saved_model=False)
-    alone = train(data, config, tmp_path / "alone", checkpointing=checkpointing, progress=False)
+    unsaved = CheckpointConfig(saved_model=False)
+    trained = train(data, config, tmp_path / "run", checkpointing=unsaved, progress=False)
     tf.config.run_functions_eagerly(True)
-    run = Run.open(swept / "runs" / config.identity[:16])
-    assert run.result["auc"] == alone.result["auc"]
+    run = Run.open(swept[0] / "runs" / config.identity[:16])
+    assert run.result["auc"] == trained.result["auc"]
     assert run.config["identity"] == config.identity
     assert not (run.path / "checkpoints").exists()
-    aucs = [100 * result["auc"] for result in (run.result, Run.open(first).result)]
-    text = report(swept)[1]
-    assert f"{np.mean(aucs):.3f} ± {np.std(aucs, ddof=1):.3f}" in text
 
 
 def test_finished_runs_are_not_trained_again(swept, data, monkeypatch):
     """Nor by another sweep with the same run."""
     monkeypatch.setattr(sweeping, "_train", None)
     for configs in (CONFIGS[1:], CONFIGS):
-        sweep(data, configs, swept, progress=False)
-        assert len(runs_of(swept)[0]) == len(configs)
+        sweep(data, configs, swept[0], progress=False)
+        assert len(runs_of(swept[0])[0]) == len(configs)
 
 
 def test_other_data_are_refused(swept, data, tmp_path):
-    other = prepare(
-        SPEC, [data.path.parent / "log.csv"], tmp_path / "other", seed=7, progress=False
-    )
-    with pytest.raises(UserError, match="must be new, or .* is a sweep of .* as it was. Name"):
-        sweep(other, CONFIGS, swept, progress=False)
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(UserError, match="must be new, .*mine is neither. Name"):
-        sweep(data, CONFIGS, tmp_path / "mine", progress=False)
-    assert not list((tmp_path / "mine").iterdir())
-
-
-def test_each_run_has_a_line(data, tmp_path, grid, capsys):
-    assert main(["sweep", str(data.path), grid, "--out", str(tmp_path / "out")]) == 0
-    few, begun, *lines = capsys.readouterr().out.splitlines()
-    assert begun == "0 of 4 runs have ended. Training."
-    assert few.startswith("Warning: at batch size 512 an epoch has only 3 steps.")
-    assert re.fullmatch(r"\[1/4\] batch_size 128, seed 1: AUC 0\.\d{4} \(\d+ s\)", lines[0])
-    assert lines[3].startswith("[4/4] batch_size 512, seed 2: AUC ")
-    assert lines[4].split()[:5] == ["batch_size", "seeds", "test", "AUC,", "%"]
-    command = ["sweep", str(data.path), grid, "--out", str(tmp_path / "out"), "--json"]
-    assert main(command) == 0
-    for one in json.loads(capsys.readouterr().out):
-        result = json.loads((Path(one["run"]) / "result.json").read_text())
-        assert (one["auc"], one["seed"]) == (result["auc"], result["config"]["seed"])
+    log = data.path.parent / "log.csv"
+    other = prepare(SPEC, [log], tmp_path / "other", seed=7, progress=False)
+    with pytest.raises(UserError, match="must be new, or .* is a sweep of"):
+        sweep(other, CONFIGS, swept[0], progress=False)
 
 
 def test_an_interrupted_sweep_keeps_its_runs(data, tmp_path, monkeypatch):
@@ -148,32 +125,31 @@ def test_an_interrupted_sweep_keeps_its_runs(data, tmp_path, monkeypatch):
 
 
 def test_two_processes_share_a_folder(data, tmp_path, monkeypatch):
-    """A run that another one trains is left to it, and waited for."""
-    out, mine, forked = tmp_path / "out", [], multiprocessing.get_context("fork")
-    has_it = forked.Event()
-    its = out / "runs" / CONFIGS[0].identity[:16]
+    """A run that another process trains is left to it, and waited for."""
+    out, trained, forked = tmp_path / "out", [], multiprocessing.get_context("fork")
+    is_locked = forked.Event()
+    first = out / "runs" / CONFIGS[0].identity[:16]
 
     def other() -> None:
-        with locked(its.with_name(f".{its.name}.lock"), wait=False):
-            has_it.set()
+        with locked(first.with_name(f".{first.name}.lock"), wait=False):
+            is_locked.set()
             time.sleep(2)
-            finish(its)
+            finish(first)
 
     def finish(run, *_) -> None:
         run.mkdir()
         (run / "diverged.json").write_text("{}")
-        mine.append(run)
+        trained.append(run)
 
     monkeypatch.setattr(sweeping, "_train", finish)
-    its.parent.mkdir(parents=True)
+    monkeypatch.setattr(sweeping, "_write_record", lambda *_: None)
+    first.parent.mkdir(parents=True)
     process = forked.Process(target=other)
     process.start()
-    has_it.wait(60)
-    monkeypatch.setattr(sweeping, "_write_record", lambda *_: None)
+    is_locked.wait(60)
     sweep(data, CONFIGS, out, progress=False)
     process.join()
-    assert sorted(mine) == sorted(out / "runs" / one.identity[:16] for one in CONFIGS[1:])
-    assert process.exitcode == 0
+    assert trained == [out / "runs" / one.identity[:16] for one in CONFIGS[1:]]
 
 
 def test_a_diverged_run_is_recorded(data, tmp_path):
@@ -182,7 +158,6 @@ def test_a_diverged_run_is_recorded(data, tmp_path):
     sweep(data, configs, tmp_path / "out", progress=False)
     (trained,) = runs_of(tmp_path / "out")[0]
     assert trained.result == {}
-    assert "The run diverged" in (trained.path / "diverged.json").read_text()
     assert (trained.path / "config.json").exists()
     with pytest.raises(UserError, match="has no run that ended"):
         report(tmp_path / "out")
@@ -190,10 +165,10 @@ def test_a_diverged_run_is_recorded(data, tmp_path):
 
 def test_batch_sizes_of_tuned_values(data, tmp_path):
     """Scaled by the square root, and trained to the end."""
-    tuned = config_of(128, 1, rule="none", epochs=2, patience=1, dense_schedule="linear")
-    found = batch_size(data, tuned, (512, 128, 256), tmp_path / "out", seeds=2, progress=False)
+    tuned = config_of(128, 1, rule="none", epochs=2, patience=1)
+    result = batch_size(data, tuned, (512, 256), tmp_path / "out", seeds=2, progress=False)
     runs = [Run.open(path.parent) for path in tmp_path.glob("out/runs/*/result.json")]
-    for one in found["sizes"]:
+    for one in result["sizes"]:
         size = one["batch_size"]
         same = [run for run in runs if run.config["batch_size"] == size]
         assert {run.config["seed"] for run in same} == {1, 2}
@@ -201,25 +176,27 @@ def test_batch_sizes_of_tuned_values(data, tmp_path):
         rate = same[0].train_config().hyperparameters.dense_lr
         assert rate == pytest.approx(1e-2 * (size / 128) ** 0.5)
     assert {len(run.result["epochs"]) for run in runs} == {2}
-    assert "How large a batch" in (tmp_path / "out" / "report.html").read_text()
+    assert (tmp_path / "out" / "report.html").exists()
 
 
 @pytest.mark.extended
-def test_killed_and_begun_again(data, tmp_path, grid):
+def test_killed_and_begun_again(swept, data, tmp_path):
     """The run in progress is resumed."""
-    out = tmp_path / "out"
-    program = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main", "sweep"]
-    command = [*map(str, (*program, data.path, grid)), "--quiet", "--out", str(out)]
-    begun = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    out, grid = tmp_path / "out", swept[0].with_name("grid.toml")
+    arguments = ["sweep", str(data.path), str(grid), "--quiet", "--out", str(out)]
+    begun = subprocess.Popen(
+        [sys.executable, "-m", "merlin_cowclip.workflows.commands.main", *arguments]
+    )
     deadline = time.monotonic() + 120
     while not list(out.glob("runs/*/config.json")):
         assert time.monotonic() < deadline
-        assert begun.poll() is None
         time.sleep(0.05)
     begun.kill()
     begun.wait()
-    assert main(command[3:]) == 0
-    whole = tmp_path / "whole"
-    assert main([*command[3:-1], str(whole)]) == 0
-    assert results(out) == results(whole)
-    assert len(results(whole)) == 4
+    assert main(arguments) == 0
+    killed, reference = (
+        {p.parent.name: json.loads(p.read_text())["auc"] for p in of.glob("runs/*/result.json")}
+        for of in (out, swept[0])
+    )
+    assert killed == reference
+    assert len(killed) == 4

@@ -4,21 +4,18 @@ import dataclasses
 import json
 import random
 import statistics
-import time
 
-import optuna
 import pytest
 
 from merlin_cowclip.plugins import SCALING_RULES
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows import train
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
+from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.study import tune as tuning
 from merlin_cowclip.workflows.study.configuration import RANGES, TuneConfig
 from merlin_cowclip.workflows.study.tune import trial_epochs, tune
 from merlin_cowclip.workflows.study.tuned import Tuned
-from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.stopping import Stopping
 
 from .conftest import NETWORK
@@ -111,20 +108,6 @@ def test_a_trial_that_overfits_ends(data, plain, tmp_path, fake):
 # Which one is the result
 
 
-def test_a_repeated_winner_is_not_forgotten(data, plain, tmp_path, fake):
-    """Later trials look better in the search, and are not."""
-    fake.script({1: 0.7999, 2: 0.7980, 3: 0.7970}, {1: [0.7999] * 3})
-    tuned = tuned_by(data, plain, tmp_path / "tune", trials=3)
-    assert tuned.result["winner"] == 1
-    later = {number: 0.8010 - number / 1e4 for number in range(4, 9)}
-    fake.script({**later, 1: 0.7999}, {number: [0.7985] * 3 for number in later})
-    tuned = tuned_by(data, plain, tmp_path / "tune", trials=8)
-    assert tuned.result["winner"] == 1
-    assert [row["number"] for row in tuned.result["table"]] == [1, *later]
-    found = tuned.train_config()
-    assert (found.dense_lr, found.epochs) == (fake.searched[0].dense_lr, 1)
-
-
 def test_a_trial_that_diverges_from_another_seed_does_not_win(data, plain, tmp_path, fake):
     """The next best are repeated until one is stable."""
     best = {1: 0.80, 2: 0.79, 3: 0.78, 4: 0.77, 5: 0.76}
@@ -137,27 +120,16 @@ def test_a_trial_that_diverges_from_another_seed_does_not_win(data, plain, tmp_p
     assert all("diverged, 1 of 2" in line for line in lines[1:])
 
 
-def test_no_stable_trial(data, plain, tmp_path, fake, capsys):
+def test_no_stable_trial(data, plain, tmp_path, fake):
     fake.script({}, {number: [0.8, 0.8, None] for number in range(1, 8)})
-    out = tmp_path / "tune"
     with pytest.raises(UserError, match="no stable trial: 0 of 7 diverged. Repeats of 7 diverged"):
-        tuned_by(data, plain, out)
-    assert not (out / "tuned.json").exists()
-    command = ["tune", data.path, "--out", out, "--trials", 7, "--quiet"]
-    assert main([*map(str, command)]) == 2
-    assert "no stable trial" in capsys.readouterr().err
-    assert not (out / "result.json").exists()
-    fake.script({8: 0.6}, {})
-    assert tuned_by(data, plain, out, trials=8).result["winner"] == 8
-
-
-def test_all_trials_diverge(data, plain, tmp_path, fake):
-    fake.curve = lambda config: [0.7, None]
-    with pytest.raises(UserError, match="no stable trial: 7 of 7 diverged, .* loss nan"):
         tuned_by(data, plain, tmp_path / "tune")
+    assert not (tmp_path / "tune/tuned.json").exists()
+    fake.script({8: 0.6}, {})
+    assert tuned_by(data, plain, tmp_path / "tune", trials=8).result["winner"] == 8
 
 
-@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("case", range(3))
 def test_the_table_is_in_order(data, plain, tmp_path, fake, case):
     """Of random trials: the best mean is first, and no other one could have won."""
     draw = random.Random(case)
@@ -191,18 +163,14 @@ def test_the_result(data, plain, tmp_path, fake, capsys):
     tuned = tune(data, plain, tmp_path / "tune", trials=9, command="the command")
     best = tuned.result["table"][0]
     assert tuned.train_config() == plain.train_config(best["params"], best["best_epoch"])
-    result = json.loads((tuned.path / "result.json").read_text())
-    assert result == tuned.result
-    assert result["rows"] == data.rows == {"train": 1215, "valid": 135, "test": 450}
-    assert {"optuna", "tensorflow", "python"} <= result["versions"].keys()
-    assert result["command"] == "the command"
+    assert tuned.result["rows"] == data.rows == {"train": 1215, "valid": 135, "test": 450}
+    assert tuned.result["command"] == "the command"
     warning, *lines = capsys.readouterr().out.splitlines()
     assert warning.startswith("Warning: at batch size 256 an epoch has only 5 steps.")
     assert lines[0].startswith("[1/9] trial 1, portfolio 1: AUC 0.")
-    assert f", best so far {max(t['auc'] for t in result['trials']):.5f}, " in lines[8]
     repeats = [line for line in lines if ", seed 123" in line]
     assert len(lines) - len(repeats) == 9
-    assert len(repeats) == sum(len(row["repeats"]) for row in result["table"])
+    assert len(repeats) == sum(len(row["repeats"]) for row in tuned.result["table"])
 
 
 def test_json(data, tmp_path, fake, capsys):
@@ -246,26 +214,12 @@ def test_a_budget_leaves_time_for_the_repeats(data, config, tmp_path, clock, cap
     assert len(tuned.result["table"][0]["repeats"]) == 3
 
 
-@pytest.mark.parametrize("curve", [[None], [0.7, None]])
-def test_a_budget_is_kept_while_trials_diverge(data, config, tmp_path, fake, clock, curve):
-    fake.curve = lambda config: curve
-    begun = clock.now
-    with pytest.raises(UserError, match="no stable trial"):
-        tuned_by(data, config, tmp_path / "tune", trials=400, budget=10.0)
-    assert 8 <= (clock.now - begun) / 60 <= 10
-
-
 def test_a_budget_is_kept_while_repeats_diverge(data, config, tmp_path, fake, clock):
     fake.curve = lambda config: [0.7, 0.71, 0.72 if config.seed == 1234 else None]
     begun = clock.now
     with pytest.raises(UserError, match="no stable trial"):
         tuned_by(data, config, tmp_path / "tune", trials=400, budget=60.0)
     assert (clock.now - begun) / 60 <= 60
-
-
-def test_a_budget_that_is_none(data, config, tmp_path):
-    with pytest.raises(UserError, match="budget must be positive minutes"):
-        tuned_by(data, config, tmp_path / "tune", budget=0.0)
 
 
 # Resuming
@@ -304,101 +258,23 @@ def test_interrupted_and_resumed(data, plain, tmp_path, fake, number):
     interrupted_one = fake.configs.pop(number - 1)
     assert interrupted_one in fake.configs
     assert len(fake.configs) == 7 + sum(len(row["repeats"]) for row in result["table"])
-    assert {f"portfolio {k}" for k in range(1, 8)} == {t["origin"] for t in result["trials"]}
 
 
-@pytest.mark.parametrize("name", ["tune", "repeats"])
-def test_a_trial_whose_process_died_is_tried_again(data, plain, tmp_path, fake, name, monkeypatch):
-    out = tmp_path / "tune"
-    monkeypatch.setattr(tuning, "_GRACE", 1)
-    monkeypatch.setattr(tuning, "_HEARTBEAT", 1)
-    tuned_by(data, plain, out, seeds=1)
-    study = optuna.load_study(study_name=name, storage=f"sqlite:///{out}/study.db")
-    if name == "repeats":
-        study.enqueue_trial({}, user_attrs={"trial": 1, "seed": 1235})
-    trial = study.ask()  # in progress, and no process trains it
-    if name == "tune":
-        dataclasses.replace(plain, rows=data.rows["train"]).suggest(trial)
-    study._storage.record_heartbeat(trial._trial_id)
-    time.sleep(1.5)
-    tuned = tuned_by(data, plain, out, trials=9, seeds=1)
-    assert len(tuned.result["trials"]) == 9
-    if name == "tune":
-        assert trial.params in [one["params"] for one in tuned.result["trials"][7:]]
-    else:
-        assert tuned.result["trials"][0]["repeats"]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"batch_size": 128}, "begun with batch_size=256, and this call has batch_size=128"),
-        ({"network": {**NETWORK, "mlp": (4, 4)}}, r"network=.*'mlp': \[8\].*'mlp': \[4, 4\]"),
-    ],
-)
-def test_another_study_is_refused(data, plain, tmp_path, fake, change, words):
+def test_another_study_is_refused(data, plain, tmp_path, fake):
     tuned_by(data, plain, tmp_path / "tune", trials=1, seeds=1)
-    with pytest.raises(UserError, match=words):
-        tuned_by(data, dataclasses.replace(plain, **change), tmp_path / "tune")
-
-
-def test_data_without_a_validation_part(data, plain, tmp_path):
-    record = {**data.record, "rows": {**data.rows, "valid": 0}}
-    with pytest.raises(UserError, match="no validation part. Prepare it again with --valid 0.1"):
-        tuned_by(dataclasses.replace(data, record=record), plain, tmp_path / "tune")
-    assert not (tmp_path / "tune").exists()
-
-
-# Trials that train
+    other = dataclasses.replace(plain, batch_size=128)
+    with pytest.raises(UserError, match="begun with batch_size=256, .* has batch_size=128"):
+        tuned_by(data, other, tmp_path / "tune")
 
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.filterwarnings("ignore:Even though the `tf.config.exp")
-class TestTrials:
-    @pytest.mark.parametrize("epochs", [2, 3])
-    def test_a_training_ends_where_the_trial_did(self, data, plain, tmp_path, epochs):
-        """After the last epoch of the trial's schedule or one before, with the same rates."""
-        params = {**plain.queue[0][0], "epochs": 3}
-        trial = list(trial_epochs(data, plain.train_config(params), Stopping()))
-        tf.config.run_functions_eagerly(True)
-        run = train(data, plain.train_config(params, epochs), tmp_path / "run", progress=False)
-        assert [row["valid_auc"] for row in run.result["epochs"]] == pytest.approx(
-            [row["auc"] for row in trial[:epochs]]
-        )
-
-    def test_train_reaches_the_auc_of_the_trial(self, data, plain, tmp_path):
-        tuned = tuned_by(data, plain, tmp_path / "tune", trials=2, seeds=1)
-        argv = ["train", data.path, "--tuned", tuned.path, "--quiet", "--out", tmp_path / "run"]
-        assert main([*map(str, argv)]) == 0
-        run = Run.open(tmp_path / "run")
-        assert run.train_config() == tuned.train_config()
-        best = tuned.result["table"][0]
-        assert run.result["epochs"][-1]["valid_auc"] == pytest.approx(best["auc"])
-
-    def test_a_diverging_trial_reports_why(self, data):
-        config = TuneConfig(batch_size=256, network=NETWORK, base={"dense_lr": 1e25})
-        with pytest.raises(NotFiniteError, match="must"):
-            list(trial_epochs(data, config.rules["none"], Stopping()))
-
-    def test_a_trial_stops_after_the_current_update(self, data, config):
-        stopping, updates = Stopping(), []
-
-        def advance():
-            updates.append(1)
-            if len(updates) == 2:
-                stopping._received(2, None)
-
-        with pytest.raises(KeyboardInterrupt):
-            list(trial_epochs(data, config.rules["none"], stopping, advance))
-        assert len(updates) == 2
-
-    def test_options_override_the_result(self, data, plain, tmp_path, fake):
-        tuned = tuned_by(data, plain, tmp_path / "tune", trials=1, seeds=1)
-        found = tuned.train_config().hyperparameters
-        argv = ["train", data.path, "--tuned", tuned.path, "--quiet", "--out", tmp_path / "run"]
-        options = ["--epochs", 1, "--seed", 5, "--rule", "sqrt", "--batch-size", 1024]
-        assert main([*map(str, (*argv, *options))]) == 0
-        config = Run.open(tmp_path / "run").train_config()
-        assert (config.epochs, config.seed, config.batch_size) == (1, 5, 1024)
-        assert config.base == found
-        assert config.hyperparameters.dense_lr == pytest.approx(2 * found.dense_lr)
+def test_a_training_ends_where_the_trial_did(data, plain, tmp_path):
+    """An epoch before the schedule's last, with the same rates."""
+    params = {**plain.queue[0][0], "epochs": 3}
+    trial = list(trial_epochs(data, plain.train_config(params), Stopping()))
+    tf.config.run_functions_eagerly(True)
+    run = train(data, plain.train_config(params, 2), tmp_path / "run", progress=False)
+    assert [row["valid_auc"] for row in run.result["epochs"]] == pytest.approx(
+        [row["auc"] for row in trial[:2]]
+    )
