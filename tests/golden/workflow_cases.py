@@ -2,12 +2,7 @@
 
 A case is a function of an empty folder that returns named arrays; `record` writes them, and the
 tests compare what the code makes now (`differences`). Inputs are drawn here, by generators that
-NumPy has frozen. Everything is done by commands and public names, so that formats, file names and
-modules may change; what must know more is below "Adapters", one function each.
-
-Left out, because the design allows it to change: notes and printed sentences, the files of a run,
-`report.md`, hashed ids of NVTabular (noise on CPUs), null keys of TargetEncoding, raw rows that
-lack columns, and ids in parquet logs that are decimals, times or fractions.
+NumPy has frozen. Everything is done by commands and public names.
 """
 
 from __future__ import annotations
@@ -19,14 +14,9 @@ import gzip
 import importlib.util
 import io
 import json
-import math
-import os
 import re
-import signal
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,11 +38,10 @@ RECIPE = (
     *("--dense-schedule", "cosine:to=0.1"),
 )
 UPDATES = ("exact", "lazy", "deferred")
-BRIEF = ("--quiet",)
-LEAN = ("--no-saved-model", *BRIEF)
+LEAN = ("--no-saved-model", "--quiet")
 
 
-# Adapters: the only places that know a module, an attribute or a name which may change ----------
+# Adapters: the only places that know a module, an attribute or a name which may change
 
 
 def command(*arguments: Any, code: int = 0) -> str:
@@ -66,15 +55,12 @@ def command(*arguments: Any, code: int = 0) -> str:
 
 
 def metrics_of(run: Any) -> Arrays:
-    """What was measured after each epoch, and the number of the best one.
-
-    On the rows that were the test part, and are the validation part of these runs now.
-    """
+    """Metrics of the epochs; golden ones of the test part are of the validation part now."""
     names = {name: f"valid_{name}" for name in ("auc", "log_loss", "calibration")}
-    names = {"train_loss": "train_loss", **names}
+    names["train_loss"] = "train_loss"
     epochs = run.result["epochs"]
-    found = {name: np.array([epoch[key] for epoch in epochs]) for name, key in names.items()}
-    return {**found, "best_epoch": np.array(run.result["best_epoch"])}
+    metrics = {name: np.array([epoch[key] for epoch in epochs]) for name, key in names.items()}
+    return {**metrics, "best_epoch": np.array(run.result["best_epoch"])}
 
 
 def weights_of(run: Any) -> Arrays:
@@ -95,20 +81,15 @@ def batches_of(data: Any, epoch: int = 0, part: str = "train", **options: Any) -
     return {**joined, "label": np.concatenate(labels).ravel(), "sizes": sizes}
 
 
-def served(repository: Path, rows: pd.DataFrame) -> np.ndarray:
+def exported(run: Path, out: Path, rows: pd.DataFrame) -> np.ndarray:
     """What an exported model answers to raw rows."""
     from merlin_cowclip.workflows import Repository
 
-    return Repository.open(repository).predict(rows)
+    command("export", run, "--out", out)
+    return Repository.open(out).predict(rows)
 
 
-def saved_steps(run: Path) -> set[str]:
-    """Of which steps a run has checkpoints."""
-    names = os.listdir(run / "checkpoints") if (run / "checkpoints").is_dir() else ()
-    return set().union(*(re.findall(r"\d+", name)[:1] for name in names if name[0] != "."))
-
-
-# Raw logs ----------------------------------------------------------------------------------------
+# Raw logs
 
 
 def _write(path: Path, rows: Iterable[Sequence[Any]], **form: Any) -> Path:
@@ -220,7 +201,7 @@ def new_rows() -> pd.DataFrame:
     return pd.concat([frame, four], ignore_index=True)
 
 
-# What was made, as arrays ------------------------------------------------------------------------
+# What was made, as arrays
 
 
 def _under(name: str, arrays: Mapping[str, Any]) -> Arrays:
@@ -244,30 +225,30 @@ def _numbers(report: Mapping[str, Any], place: str = "report") -> Iterator[tuple
 
 def _parts(data: Any) -> Arrays:
     """All rows of a prepared folder in their order, with the types of the parquet."""
-    found: Arrays = {}
+    arrays: Arrays = {}
     for part, files in (("train", data.train_files), ("test", data.test_files)):
         table = pa.concat_tables(pq.read_table(file) for file in files)
         # Newer pyarrow calls the values of a list "element".
         types = (f"{field.name}: {field.type}" for field in table.schema)
-        found[f"{part}/types"] = _texts(one.replace("<element: ", "<item: ") for one in types)
+        arrays[f"{part}/types"] = _texts(one.replace("<element: ", "<item: ") for one in types)
         for name in table.column_names:
             column = table[name].combine_chunks()
             if pa.types.is_list(column.type):
-                found[f"{part}/{name}/lengths"] = np.array([len(ids) for ids in column])
+                arrays[f"{part}/{name}/lengths"] = np.array([len(ids) for ids in column])
                 column = column.flatten()
-            found[f"{part}/{name}"] = column.to_numpy(zero_copy_only=False)
-    return found
+            arrays[f"{part}/{name}"] = column.to_numpy(zero_copy_only=False)
+    return arrays
 
 
 def _about(data: Any) -> Arrays:
     """Sizes, counts and schema."""
     rows = {part: data.rows[part] for part in ("train", "test")}
-    found = _under("rows", rows) | _under("cardinality", data.cardinalities)
-    found["table_rows"] = np.array(data.table_rows)
+    arrays = _under("rows", rows) | _under("cardinality", data.cardinalities)
+    arrays["table_rows"] = np.array(data.table_rows)
     for field in data.cardinalities:
         counts = data.counts(field)
-        found |= _under(f"counts/{field}", {name: counts[name] for name in ("id", "count")})
-        found[f"counts/{field}/raw"] = _texts(counts["raw"])
+        arrays |= _under(f"counts/{field}", {name: counts[name] for name in ("id", "count")})
+        arrays[f"counts/{field}/raw"] = _texts(counts["raw"])
     columns = []
     for column in data.schema:
         domain = column.int_domain
@@ -278,22 +259,22 @@ def _about(data: Any) -> Arrays:
         dtype = column.dtype.name if hasattr(column.dtype, "name") else str(column.dtype)
         known = {k: column.properties.get(k) for k in ("num_buckets", "freq_threshold", "max_size")}
         columns.append((column.name, tags, dtype, column.is_list, limits, shared, known))
-    found["schema"] = _texts(json.dumps(column) for column in sorted(columns))
-    return found
+    arrays["schema"] = _texts(json.dumps(column) for column in sorted(columns))
+    return arrays
 
 
 def _scores(run: Path, log: Path, out: Path, *options: Any) -> Arrays:
-    command("predict", run, log, "--out", out, *BRIEF, *options)
+    command("predict", run, log, "--out", out, "--quiet", *options)
     return {name: values.to_numpy() for name, values in pq.read_table(out).to_pandas().items()}
 
 
 def _printed(*arguments: Any) -> np.ndarray:
     """AUC and log loss, as `evaluate` prints them."""
-    found = re.findall(r"(?:AUC|log loss) (\d\.\d+)", command("evaluate", *arguments, *BRIEF))
-    return np.array(found, np.float64)
+    printed = command("evaluate", *arguments, "--quiet")
+    return np.array(re.findall(r"(?:AUC|log loss) (\d\.\d+)", printed), np.float64)
 
 
-# Cases -------------------------------------------------------------------------------------------
+# Cases
 
 
 def opened(folder: Path) -> Any:
@@ -341,13 +322,13 @@ def synthetic(home: Path) -> Arrays:
     """`write_synthetic`: every byte, and the truth."""
     from merlin_cowclip.workflows import write_synthetic
 
-    found: Arrays = {}
+    arrays: Arrays = {}
     for name in ("criteo", "avazu"):
         truth = write_synthetic(name, home / name, rows=100, seed=3, cardinality=50)
-        found[f"{name}/bytes"] = np.frombuffer((home / name).read_bytes(), np.uint8)
+        arrays[f"{name}/bytes"] = np.frombuffer((home / name).read_bytes(), np.uint8)
         numbers = {key: getattr(truth, key) for key in ("click_rate", "best_auc", "best_log_loss")}
-        found |= _under(name, numbers)
-    return found
+        arrays |= _under(name, numbers)
+    return arrays
 
 
 def adopt_stock(home: Path, held_out: str = "test") -> Any:
@@ -395,11 +376,11 @@ def adopt_stock(home: Path, held_out: str = "test") -> Any:
 def adopted(home: Path) -> Arrays:
     """`adopt`: the record, and batches of both parts in their order, one rank's among them."""
     data = adopt_stock(home)
-    found = _about(data) | _under("order/test", batches_of(data, part="test", batch_size=50))
+    arrays = _about(data) | _under("order/test", batches_of(data, part="test", batch_size=50))
     for epoch in range(2):
-        found |= _under(f"order/{epoch}", batches_of(data, epoch, batch_size=60, seed=9))
+        arrays |= _under(f"order/{epoch}", batches_of(data, epoch, batch_size=60, seed=9))
     share = batches_of(data, 1, batch_size=60, seed=9, rank=1, ranks=2)
-    return found | _under("order/second of two ranks", share)
+    return arrays | _under("order/second of two ranks", share)
 
 
 def adopted_run(home: Path) -> Arrays:
@@ -416,11 +397,6 @@ def train(data: Path, out: Path, *options: Any, code: int = 0) -> None:
     command("train", data, "--out", out, *NETWORK, *RECIPE, *LEAN, *options, code=code)
 
 
-def exported(run: Path, out: Path, rows: pd.DataFrame) -> np.ndarray:
-    command("export", run, "--out", out)
-    return served(out, rows)
-
-
 def of_run(run: Path) -> Arrays:
     """Metrics and final weights."""
     from merlin_cowclip.workflows import Run
@@ -432,20 +408,12 @@ def of_run(run: Path) -> Arrays:
 def trained(update: str, home: Path) -> Arrays:
     """`train`, and what `predict` and `evaluate` say of the run."""
     train(prepare_shop(home), home / "run", "--update", update)
-    found, log = of_run(home / "run"), shop_csv(home / "new.csv", new_rows())
-    found |= _under("new", _scores(home / "run", log, home / "scores.parquet"))
+    arrays, log = of_run(home / "run"), shop_csv(home / "new.csv", new_rows())
+    arrays |= _under("new", _scores(home / "run", log, home / "scores.parquet"))
     held_out = shop_csv(home / "held-out.csv", held_out_rows(shop_rows()))
-    found["evaluated"] = _printed(home / "run", held_out)
-    found["evaluated/new"] = _printed(home / "run", log)
-    return found
-
-
-def shop_frame(frame: pd.DataFrame) -> pd.DataFrame:
-    """Raw rows as a client has them: text, numbers and lists of texts."""
-    numbers = {name: pd.to_numeric(frame[name]) for name in ("price", "visits")}
-    numbers["price"] = numbers["price"].replace(math.inf, math.nan)
-    lists = [text.split(";") if text else [] for text in frame["genres"]]
-    return frame.assign(user=frame["user"].astype(str), genres=lists, **numbers)
+    arrays["evaluated"] = _printed(home / "run", held_out)
+    arrays["evaluated/new"] = _printed(home / "run", log)
+    return arrays
 
 
 def stop(data: Path, out: Path, *options: Any) -> None:
@@ -454,19 +422,7 @@ def stop(data: Path, out: Path, *options: Any) -> None:
 
 
 def resume(run: Path) -> None:
-    command("train", "--resume", run, *BRIEF)
-
-
-def killed(run: str, *arguments: str) -> None:
-    """In a process of its own: a command that is killed once there are two checkpoints."""
-
-    def watch() -> None:
-        while len(saved_steps(Path(run))) < 2:
-            time.sleep(1e-3)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-    command(*arguments)
+    command("train", "--resume", run, "--quiet")
 
 
 def on_rank(home: Path, steps: Sequence[str]) -> None:
@@ -505,7 +461,7 @@ CASES |= {"adopt": adopted, "adopt-run": adopted_run}
 CASES |= {"synthetic": synthetic}
 
 
-# Recorded and compared ---------------------------------------------------------------------------
+# Recorded and compared
 
 
 def record(folder: Path) -> None:
@@ -522,30 +478,29 @@ def golden(name: str) -> Arrays:
         return dict(file)
 
 
-def differences(found: Mapping[str, np.ndarray], name: str) -> list[str]:
-    """What is not as it was recorded; `found` may have some groups of arrays alone."""
+def differences(arrays: Mapping[str, np.ndarray], name: str) -> list[str]:
+    """What is not as it was recorded; `arrays` may lack whole groups."""
     recorded = golden(name)
-    told = [f"{key}: it is new" for key in found if key not in recorded]
-    groups = {key.split("/")[0] for key in found}
+    problems = [f"{key}: it is new" for key in arrays if key not in recorded]
+    groups = {key.split("/")[0] for key in arrays}
     for key, wanted in recorded.items():
-        if key not in found:
-            told += [f"{key}: it is gone"] if key.split("/")[0] in groups else []
-        elif (problem := _differ(np.asarray(found[key]), wanted)) is not None:
-            told.append(f"{key}: {problem}")
-    return told
+        if key not in arrays:
+            problems += [f"{key}: it is gone"] if key.split("/")[0] in groups else []
+        elif problem := _difference(np.asarray(arrays[key]), wanted):
+            problems.append(f"{key}: {problem}")
+    return problems
 
 
-def _differ(found: np.ndarray, wanted: np.ndarray) -> str | None:
-    if found.shape != wanted.shape or found.dtype.kind != wanted.dtype.kind:
-        return f"{found.dtype} {found.shape} instead of {wanted.dtype} {wanted.shape}"
+def _difference(array: np.ndarray, wanted: np.ndarray) -> str | None:
+    if array.shape != wanted.shape or array.dtype.kind != wanted.dtype.kind:
+        return f"{array.dtype} {array.shape} instead of {wanted.dtype} {wanted.shape}"
+    same = array == wanted
     if wanted.dtype.kind == "f":
-        same = np.isclose(found, wanted, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
-    else:
-        same = found == wanted
+        same = np.isclose(array, wanted, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
     if np.all(same):
         return None
     first = tuple(np.argwhere(~same)[0])
-    return f"{found[first]!r} instead of {wanted[first]!r} at {first}, {np.sum(~same)} others"
+    return f"{array[first]!r} instead of {wanted[first]!r} at {first}, {np.sum(~same)} differ"
 
 
 if __name__ == "__main__":

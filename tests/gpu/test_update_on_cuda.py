@@ -1,4 +1,4 @@
-"""The update on CUDA against the CPU's, and against the published trajectory."""
+"""The update on CUDA against the CPU's."""
 
 import numpy as np
 import pytest
@@ -38,31 +38,6 @@ def test_a_table_after_some_steps(gpu, update, clip):
     np.testing.assert_allclose(
         table_after(gpu, update, clip), table_after("/CPU:0", update, clip), rtol=1e-4, atol=1e-6
     )
-
-
-def test_the_published_trajectory(gpu, golden):
-    ratio = float(golden["traj_ratio"])
-    with tf.device(gpu):
-        table = tf.Variable(golden["traj_W0"])
-        optimizer = CowClipAdam(
-            float(golden["traj_lr"]),
-            l2=float(golden["traj_l2"]),
-            clip_ratio=ratio,
-            clip_floor=ratio * float(golden["traj_floor"]),
-        )
-        scale = float(golden["traj_logit_scale"])
-
-        @tf.function
-        def step(ids, a, y):
-            with tf.GradientTape() as tape:
-                logits = scale * tf.reduce_sum(tf.gather(table, ids) * a, axis=-1)
-                loss = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(y, logits))
-            optimizer.apply_gradients([(tape.gradient(loss, table), table)])
-
-        for t, ids in enumerate(golden["traj_ids"]):
-            y = golden["traj_y"][t].astype(np.float32)
-            step(tf.constant(ids), tf.constant(golden["traj_a"][t]), tf.constant(y))
-            np.testing.assert_allclose(table, golden["traj_W"][t], rtol=0, atol=1e-5)
 
 
 def weights_after(device: str, name: str, steps: int = 10) -> list[np.ndarray]:

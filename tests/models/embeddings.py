@@ -7,20 +7,18 @@ from typing import Any
 import tensorflow as tf
 
 from merlin_cowclip.models import FusedEmbeddings
-from merlin_cowclip.workflows.quiet import quiet_imports
-
-with quiet_imports():
-    from merlin.schema import ColumnSchema, Schema, Tags
+from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags
 
 DIM = 3
-SIZES = {"user": 7, "genres": 6, "item": 5, "tags": 4}  # user and item one-hot
-OFFSETS = {"user": 0, "item": 7, "genres": 12, "tags": 18}
+SIZES = {"user": 7, "genres": 6, "item": 5, "friend": 7, "tags": 4}  # friends are users
+OFFSETS = {"user": 0, "item": 7, "friend": 0, "genres": 12, "tags": 18}
 ROWS = 22
 USER = [[3], [6], [0], [3]]
 ITEM = [[4], [4], [1], [2]]
+FRIEND = [[3], [4], [6], [5]]
 GENRES = [[5, 3, 5], [], [4], [0, 3]]
 TAGS = [[3], [3, 3], [], [1]]
-ONE_HOT, LISTS = {"user": USER, "item": ITEM}, {"genres": GENRES, "tags": TAGS}
+ONE_HOT, LISTS = {"user": USER, "item": ITEM, "friend": FRIEND}, {"genres": GENRES, "tags": TAGS}
 IDS = {**ONE_HOT, **LISTS}
 
 
@@ -39,7 +37,13 @@ def column(name, size=10, is_list=False, tags=(), domain=None, **properties):
     )
 
 
-SCHEMA = Schema([column(name, size, name in LISTS) for name, size in SIZES.items()])
+SCHEMA = Schema(
+    [
+        column(name, size, name in LISTS, domain="user" if name == "friend" else None)
+        for name, size in SIZES.items()
+    ]
+)
+SCHEMA["item"] = SCHEMA["item"].with_tags([Tags.CATEGORICAL, Tags.ITEM])
 
 
 def ragged(lists, **options):

@@ -66,48 +66,12 @@ def features(schema=SCHEMA, lists=LISTS) -> dict[str, tf.Tensor]:
     return {name: tf.constant(values) for name, values in given.items()}
 
 
-class Sample(NamedTuple):
-    """One row of a batch: each field's rows of the table with their shares, and the numbers."""
-
-    fields: list[list[tuple[int, float]]]
-    numbers: list[float]
-
-
-SHARES = {"mean": lambda n: 1 / n, "sum": lambda n: 1.0, "sqrtn": lambda n: n**-0.5}
-
-
-def samples_of(given, schema=SCHEMA, combiner="mean") -> list[Sample]:
-    """One-hot fields, then lists, each in the schema's order; 0 in a ragged list is an id."""
-    ids = schema.select_by_tag(Tags.CATEGORICAL)
-    columns = sorted(ids, key=lambda column: bool(column.is_list))
-    numbers = schema.select_by_tag(Tags.CONTINUOUS).column_names
-    count = next(len(t) for n, t in given.items() if not n.endswith(("__values", "__offsets")))
-    samples = []
-    for i in range(count):
-        fields, first = [], 0
-        for column in columns:
-            if column.is_list:
-                start, stop = given[f"{column.name}__offsets"].numpy()[i : i + 2]
-                held = given[f"{column.name}__values"].numpy()[start:stop].tolist()
-            else:
-                held = [given[column.name].numpy()[i, 0]]
-            fields.append([(first + int(k), SHARES[combiner](len(held))) for k in held])
-            first += column.int_domain.max + 1
-        samples.append(Sample(fields, [float(given[name][i, 0]) for name in numbers]))
-    return samples
-
-
 # Parts of a model
 
 
 def block_of(model) -> CTRBlock:
     (block,) = (layer for layer in model._flatten_layers() if isinstance(layer, CTRBlock))
     return block
-
-
-def probability_of(model) -> Probability:
-    (layer,) = (layer for layer in model._flatten_layers() if isinstance(layer, Probability))
-    return layer
 
 
 def dense_layers(layer) -> list[tf.keras.layers.Dense]:
@@ -117,64 +81,86 @@ def dense_layers(layer) -> list[tf.keras.layers.Dense]:
 def weights_of(model) -> dict[str, tf.Variable]:
     """Every trainable variable by what it is in the formula."""
     block = block_of(model)
-    found = {"bias": probability_of(model).bias}
+    (probability,) = (x for x in model._flatten_layers() if isinstance(x, Probability))
+    weights = {"bias": probability.bias}
     for name in ("embeddings", "linear"):
         if hasattr(block, name):
-            found[name] = getattr(block, name).table
+            weights[name] = getattr(block, name).table
     for name in ("continuous_logit", "deep_logit", "cross_logit", "top_logit"):
         if hasattr(block, name) and getattr(block, name).built:
-            found[name] = getattr(block, name).kernel
+            weights[name] = getattr(block, name).kernel
     for name in ("deep", "bottom", "top"):
         for i, dense in enumerate(dense_layers(getattr(block, name, tf.keras.layers.Layer()))):
-            found |= {f"{name}/{i}/kernel": dense.kernel, f"{name}/{i}/bias": dense.bias}
+            weights |= {f"{name}/{i}/kernel": dense.kernel, f"{name}/{i}/bias": dense.bias}
     cross = getattr(block, "cross", None)
     if isinstance(cross, VectorCross):
         for i, (kernel, bias) in enumerate(zip(cross.kernels, cross.biases, strict=True)):
-            found |= {f"cross/{i}/kernel": kernel, f"cross/{i}/bias": bias}
+            weights |= {f"cross/{i}/kernel": kernel, f"cross/{i}/bias": bias}
     elif cross is not None:
         for i, layer in enumerate(cross.layers):
             (dense,) = dense_layers(layer.dense.dense)
-            found |= {f"cross/{i}/kernel": dense.kernel, f"cross/{i}/bias": dense.bias}
+            weights |= {f"cross/{i}/kernel": dense.kernel, f"cross/{i}/bias": dense.bias}
             if layer.dense.low_rank_dim:
                 (inner,) = dense_layers(layer.dense.dense_u)
-                found[f"cross/{i}/inner"] = inner.kernel
-    given, named = model.trainable_variables, list(found.values())
-    assert len(given) == len(named)
-    assert {v.ref() for v in given} == {v.ref() for v in named}
-    return found
+                weights[f"cross/{i}/inner"] = inner.kernel
+    refs = [sorted(id(v) for v in some) for some in (model.trainable_variables, weights.values())]
+    assert refs[0] == refs[1]
+    return weights
 
 
 def network_weights(model) -> int:
-    """How many weights the network has without its embeddings, as Table 7 counts them."""
+    """How many weights the network has without its embeddings, as in Table 7."""
     weights = weights_of(model).items()
     return sum(int(np.prod(v.shape)) for n, v in weights if n not in ("embeddings", "linear"))
 
 
-# Formulas: weights (by the names of `weights_of`) and one sample to one logit
+# Formulas: weights (by the names of `weights_of`) and a batch to logits b
 
 
-def combined(table, field) -> np.ndarray:
-    return sum((table[row] * share for row, share in field), np.zeros(table.shape[1]))
+class Batch(NamedTuple):
+    """What the layers look up (`FusedEmbeddings` has its own tests), and the numeric features."""
+
+    embedded: np.ndarray  # b×F×d
+    linear: np.ndarray  # b×F
+    numbers: np.ndarray  # b×C
+
+    @property
+    def all(self) -> np.ndarray:
+        """b×(F·d + C)."""
+        return np.concatenate([self.embedded.reshape(len(self.numbers), -1), self.numbers], axis=1)
 
 
-def vectors(w, sample) -> list[np.ndarray]:
-    return [combined(w["embeddings"], field) for field in sample.fields]
+def batch_of(model, given, schema=SCHEMA) -> Batch:
+    block, ids = block_of(model), dict(given)
+    for column in schema:
+        if column.is_list:
+            parts = (given[f"{column.name}__{part}"] for part in ("values", "offsets"))
+            ids[column.name] = tf.RaggedTensor.from_row_splits(*parts)
+    embedded, linear = (
+        getattr(block, name)(ids).numpy().astype("float64") if hasattr(block, name) else None
+        for name in ("embeddings", "linear")
+    )
+    names = schema.select_by_tag(Tags.CONTINUOUS).column_names
+    numbers = [given[name].numpy() for name in names]
+    rows = len(linear if embedded is None else embedded)
+    linear = None if linear is None else linear[..., 0]
+    return Batch(embedded, linear, np.concatenate([np.empty((rows, 0)), *numbers], axis=1))
 
 
-def inputs(w, sample) -> np.ndarray:
-    return np.concatenate([*vectors(w, sample), sample.numbers])
+def linear(w, x: Batch) -> np.ndarray:
+    numbers = x.numbers @ w["continuous_logit"][:, 0] if x.numbers.size else 0.0
+    return x.linear.sum(axis=1) + numbers
 
 
-def linear(w, sample) -> float:
-    y = sum(combined(w["linear"], field)[0] for field in sample.fields)
-    for i, number in enumerate(sample.numbers):
-        y += number * w["continuous_logit"][i, 0]
-    return y
+def products(vectors: np.ndarray) -> list[np.ndarray]:
+    """⟨v_i, v_j⟩ of all pairs i < j of b×F×d: b each."""
+    pairs = itertools.combinations(np.moveaxis(vectors, 1, 0), 2)
+    return [(v * u).sum(axis=1) for v, u in pairs]
 
 
-def pairs(w, sample) -> float:
+def pairs(w, x: Batch) -> np.ndarray:
     """Rendle 2010, equation 1: Σ_{i<j} ⟨v_i, v_j⟩."""
-    return sum(float(np.dot(v, u)) for v, u in itertools.combinations(vectors(w, sample), 2))
+    return sum(products(x.embedded), np.zeros(len(x.embedded)))
 
 
 def depth(w, name) -> int:
@@ -187,41 +173,40 @@ def mlp(w, name, x) -> np.ndarray:
     return x
 
 
-def deep(w, sample) -> float:
-    return float(mlp(w, "deep", inputs(w, sample)) @ w["deep_logit"][:, 0])
+def deep(w, x: Batch) -> np.ndarray:
+    return mlp(w, "deep", x.all) @ w["deep_logit"][:, 0]
 
 
-def cross_of_vectors(w, sample) -> float:
+def cross_of_vectors(w, x: Batch) -> np.ndarray:
     """Wang et al. 2017, equation 3: x_{l+1} = x_0 (x_lᵀ w_l) + b_l + x_l."""
-    x0 = x = inputs(w, sample)
+    x0 = xl = x.all
     for layer in range(depth(w, "cross")):
-        kernel, bias = w[f"cross/{layer}/kernel"][:, 0], w[f"cross/{layer}/bias"]
-        product = sum(x[j] * kernel[j] for j in range(len(x)))
-        x = np.array([x0[i] * product + bias[i] + x[i] for i in range(len(x))])
-    return float(x @ w["cross_logit"][:, 0])
+        product = np.einsum("bi,i->b", xl, w[f"cross/{layer}/kernel"][:, 0])
+        xl = x0 * product[:, np.newaxis] + w[f"cross/{layer}/bias"] + xl
+    return xl @ w["cross_logit"][:, 0]
 
 
-def cross_of_matrices(w, sample) -> float:
+def cross_of_matrices(w, x: Batch) -> np.ndarray:
     """Wang et al. 2021, equation 1: x_{l+1} = x_0 ⊙ (W_l x_l + b_l) + x_l.
 
     Equation 2 has W = U Vᵀ. A Keras kernel multiplies from the right, and so is the transpose.
     """
-    x0 = x = inputs(w, sample)
+    x0 = xl = x.all
     for layer in range(depth(w, "cross")):
-        matrix, bias = w[f"cross/{layer}/kernel"].T, w[f"cross/{layer}/bias"]
+        matrix = w[f"cross/{layer}/kernel"].T
         if f"cross/{layer}/inner" in w:
             matrix = matrix @ w[f"cross/{layer}/inner"].T
-        projected = [matrix[i] @ x + bias[i] for i in range(len(x))]
-        x = np.array([x0[i] * projected[i] + x[i] for i in range(len(x))])
-    return float(x @ w["cross_logit"][:, 0])
+        projected = np.einsum("ij,bj->bi", matrix, xl) + w[f"cross/{layer}/bias"]
+        xl = x0 * projected + xl
+    return xl @ w["cross_logit"][:, 0]
 
 
-def dlrm(w, sample) -> float:
+def dlrm(w, x: Batch) -> np.ndarray:
     """Naumov et al. 2019, Section 2: the top MLP over z_0 and the products of all pairs."""
-    first = [mlp(w, "bottom", np.array(sample.numbers))] if sample.numbers else []
-    z = first + vectors(w, sample)
-    products = [float(np.dot(a, b)) for a, b in itertools.combinations(z, 2)]
-    return float(mlp(w, "top", np.concatenate([*first, products])) @ w["top_logit"][:, 0])
+    first = [mlp(w, "bottom", x.numbers)] if x.numbers.size else []
+    z = np.concatenate([*(one[:, np.newaxis] for one in first), x.embedded], axis=1)
+    top = np.concatenate([*first, np.stack(products(z), axis=1)], axis=1)
+    return mlp(w, "top", top) @ w["top_logit"][:, 0]
 
 
 class Network(NamedTuple):
@@ -229,15 +214,15 @@ class Network(NamedTuple):
 
     builder: str
     block: type[CTRBlock]
-    terms: tuple[Callable[[Any, Sample], float], ...]
+    terms: tuple[Callable[[Any, Batch], np.ndarray], ...]
     options: Mapping[str, Any] = MappingProxyType({})
 
     def build(self, schema=SCHEMA, **options):
         small = {"embedding_dim": WIDTH, "mlp": MLP}
         return MODELS[self.builder](schema, **{**small, **self.options, **options})
 
-    def logit(self, weights, sample) -> float:
-        return float(weights["bias"][0]) + sum(term(weights, sample) for term in self.terms)
+    def logits(self, weights, batch: Batch) -> np.ndarray:
+        return weights["bias"][0] + sum(term(weights, batch) for term in self.terms)
 
 
 NETWORKS = {

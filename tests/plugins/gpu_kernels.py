@@ -1,8 +1,8 @@
 """Which ops of a traced function a GPU can run, from the kernels that TensorFlow has registered.
 
-The full TensorFlow wheel registers its GPU kernels without a GPU, so this runs anywhere. An op
-whose inputs or outputs lie in host memory on a GPU (sizes and shapes, often int32) is allowed only
-where the tensor is a scalar or a shape: never one value per row.
+The full TensorFlow wheel registers its GPU kernels without a GPU, so this runs anywhere. An op with
+inputs or outputs in host memory on a GPU (sizes and shapes, often int32) is allowed only where the
+tensor is a scalar or a shape: never one value per row.
 """
 
 from __future__ import annotations
@@ -13,17 +13,8 @@ from typing import Any
 from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
 # Structure, not computation: resolved by the runtime on any device.
-STRUCTURE = {
-    "NoOp",
-    "Const",
-    "Placeholder",
-    "Identity",
-    "IdentityN",
-    "StatefulPartitionedCall",
-    "PartitionedCall",
-    "_Arg",
-    "_Retval",
-}
+STRUCTURE = {"NoOp", "Const", "Placeholder", "Identity", "IdentityN", "_Arg", "_Retval"}
+STRUCTURE |= {"StatefulPartitionedCall", "PartitionedCall"}
 # With deterministic ops, TensorFlow 2.12 copies the variable or result of these to the host, and
 # back: DoScatterOnCpu (core/kernels/resource_variable_ops.cc) and DoScatterNdOnCpu
 # (core/kernels/scatter_nd_op.cc).
@@ -55,20 +46,15 @@ def nodes_of(function):
             yield from ((node, None) for node in inner.node_def)
 
 
-def ops_before(op):
-    """All ops that run before one does, and itself."""
-    waiting, seen = [op], set()
+def what_it_waits_for(tensor):
+    """The types of all ops that run before a tensor is there."""
+    waiting, seen = [tensor.op], set()
     while waiting:
         op = waiting.pop()
         if op not in seen:
             seen.add(op)
             waiting += [*(before.op for before in op.inputs), *op.control_inputs]
-    return seen
-
-
-def what_it_waits_for(tensor):
-    """The types of all ops that run before a tensor is there."""
-    return {op.type for op in ops_before(tensor.op)}
+    return {op.type for op in seen}
 
 
 def matches(kernel, node):
@@ -89,12 +75,6 @@ def gpu_kernels_of(op: str) -> list[Any]:
     return [kernel for kernel in kernels if kernel.device_type in ("GPU", "DEFAULT")]
 
 
-def host_arguments(node):
-    """What each GPU kernel for the node's types wants in host memory; `None` without a kernel."""
-    kernels = [kernel for kernel in gpu_kernels_of(node.op) if matches(kernel, node)]
-    return [set(kernel.host_memory_arg) for kernel in kernels] or None
-
-
 def check_kernels(function, deterministic=False):
     """Every op has a GPU kernel for its types, and none wants a vector of rows in host memory.
 
@@ -102,29 +82,23 @@ def check_kernels(function, deterministic=False):
     """
     missing, wide = [], []
     for node, op in nodes_of(function):
-        assert node.op not in HOST, node
+        assert node.op not in HOST | REFUSED_IF_DETERMINISTIC, node
         assert not (deterministic and node.op in HOST_IF_DETERMINISTIC), node
-        assert node.op not in REFUSED_IF_DETERMINISTIC, node
         if node.op in STRUCTURE:
             continue
-        found = host_arguments(node)
-        if found is None:
+        kernels = [kernel for kernel in gpu_kernels_of(node.op) if matches(kernel, node)]
+        if not kernels:
             missing.append((node.op, {k: v.type for k, v in node.attr.items() if v.type}))
-            continue
-        if op is None or not all(found):
+        if op is None or not all(kernel.host_memory_arg for kernel in kernels) or not kernels:
             continue  # a kernel that keeps everything on the device
-        # Inputs in host memory may be sizes and shapes, never a vector with one value per row.
-        definition = op.op_def
-        for i, argument in enumerate(definition.input_arg):
-            on_host = argument.name in found[0] - AXES
-            if on_host and len(definition.input_arg) == len(op.inputs):
-                shape = op.inputs[i].shape
-                if shape.rank is None or (shape.rank and shape[0] is None):
-                    wide.append((node.op, argument.name, shape))
-        for argument, output in zip(definition.output_arg, op.outputs, strict=False):
-            shape = output.shape
+        on_host = set(kernels[0].host_memory_arg) - AXES
+        tensors = list(zip(op.op_def.output_arg, op.outputs, strict=False))
+        if len(op.op_def.input_arg) == len(op.inputs):
+            tensors += zip(op.op_def.input_arg, op.inputs, strict=True)
+        for argument, tensor in tensors:
+            shape = tensor.shape
             unknown = shape.rank is None or (shape.rank > 0 and shape[0] is None)
-            if argument.name in found[0] - AXES and unknown:
+            if argument.name in on_host and unknown:
                 wide.append((node.op, argument.name, shape))
     assert not missing, f"no GPU kernel for {missing}"
     assert not wide, f"one value per row in host memory: {wide}"

@@ -1,4 +1,4 @@
-"""The five clip rules: golden values, NumPy oracles from the paper, one contract for all."""
+"""The five clip rules: golden values of the published code, and the NumPy reference."""
 
 from __future__ import annotations
 
@@ -10,17 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from merlin_cowclip.plugins import CLIP_RULES, clip_by_adaptive_column_norm
-from merlin_cowclip.plugins.scaling import ADAPTIVE_CLIPS, CLIPS, CONSTANT_CLIPS
 
 from .reference import Settings, clip
 
 FIELDS = 3
-
-
-def oracle(name, g, w, cnt, fields, *, r=1.0, zeta=0.0, c=1.0):
-    """The reference in float64."""
-    settings = Settings(1.0, clip=name, clip_ratio=r, clip_floor=zeta, clip_threshold=c)
-    return clip(g, w, cnt, fields, settings)
 
 
 def run(name, g, w, cnt, fields, *, r=1.0, zeta=0.0, c=1.0):
@@ -30,28 +23,15 @@ def run(name, g, w, cnt, fields, *, r=1.0, zeta=0.0, c=1.0):
     return CLIP_RULES[name](tf.constant(g), tf.constant(w), tf.constant(cnt), **given_).numpy()
 
 
-def test_one_table_of_rules():
-    assert tuple(CLIP_RULES) == CLIPS == CONSTANT_CLIPS + ADAPTIVE_CLIPS
-
-
-@pytest.mark.parametrize("k", range(24))
-def test_published_code(golden, k):
-    case = {name: golden[f"case{k}_{name}"] for name in ("w", "g", "ids", "cnts", "clipped")}
-    ratio, floor = float(golden[f"case{k}_ratio"]), float(golden[f"case{k}_floor"])
-    counts = np.ones(len(case["w"]), np.float32)
-    counts[case["ids"]] = case["cnts"]
-    ours = clip_by_adaptive_column_norm(
-        tf.constant(case["g"]),
-        tf.constant(case["w"]),
-        tf.constant(counts),
-        ratio=ratio,
-        floor=ratio * floor,
-    )
-    np.testing.assert_allclose(ours, case["clipped"], rtol=1e-6, atol=0)
-
-
-def test_all_golden_cases_are_covered(golden):
-    assert int(golden["n_cases"]) == 24
+def test_published_code(golden):
+    for k in range(int(golden["n_cases"])):
+        case = {name: golden[f"case{k}_{name}"] for name in ("w", "g", "ids", "cnts", "clipped")}
+        ratio, floor = float(golden[f"case{k}_ratio"]), float(golden[f"case{k}_floor"])
+        counts = np.ones(len(case["w"]), np.float32)
+        counts[case["ids"]] = case["cnts"]
+        given_ = {"ratio": ratio, "floor": ratio * floor}
+        clipped = clip_by_adaptive_column_norm(case["g"], case["w"], counts, **given_)
+        np.testing.assert_allclose(clipped, case["clipped"], rtol=1e-6, atol=0, err_msg=str(k))
 
 
 # Squares of most of these leave float32's range; their products with counts, r and ζ do not.
@@ -103,42 +83,18 @@ def close(ours, expected):
 )
 def test_oracle_over_all_magnitudes(name, table, r, zeta, c):
     ours = run(name, *table, r=r, zeta=zeta, c=c)
-    expected = oracle(name, *table, r=r, zeta=zeta, c=c)
+    values = Settings(1.0, clip=name, clip_ratio=r, clip_floor=zeta, clip_threshold=c)
+    expected = clip(*table, values)
     assert close(ours, expected), (ours, expected)
 
 
 @pytest.mark.parametrize("name", CLIP_RULES)
-@settings(deadline=None, max_examples=40)
-@given(tables(), st.permutations(range(6)))
-def test_contract(name, table, order):
-    g = table[0]
-    once = run(name, *table)
-    lengths = np.linalg.norm(once.astype(np.float64), axis=1)
-    before = np.linalg.norm(g.astype(np.float64), axis=1)
-    assert (lengths <= before * (1 + 3e-6) + TINY).all()  # never lengthens a row
-    assert (np.sign(once) * np.sign(g) >= 0).all()  # nor turns one
-    assert (once[before == 0] == 0).all()
-    twice = run(name, once, *table[1:])
-    assert close(twice, once)  # idempotent
-    order = [i for i in order if i < len(g)]
-    shuffled = run(name, *(x[order] for x in table))
-    assert close(shuffled, once[order])
-
-
-@pytest.mark.parametrize("name", CLIP_RULES)
-def test_limits(name):
+def test_loose_bounds_change_nothing(name):
     rng = np.random.default_rng(0)
     g, w = rng.normal(size=(2, 50, 10)).astype(np.float32)
-    table = (g, w, np.ones(50, np.float32), rng.integers(0, FIELDS, 50).astype(np.int32))
-    loose = run(name, *table, r=1e9, c=1e9)
-    np.testing.assert_array_equal(loose, g)  # r or c → ∞: nothing is clipped
-    if CLIP_RULES[name].adaptive:
-        still = run(name, g, np.zeros_like(w), *table[2:], zeta=0.0)
-        np.testing.assert_array_equal(still, np.zeros_like(g))  # ζ = 0: zero rows cannot move
-        moved = run(name, g, np.zeros_like(w), *table[2:], zeta=1e-4)
-        assert (np.abs(moved).max(axis=1) > 0).all()
-    empty = run(name, g[:0], w[:0], table[2][:0], table[3][:0])
-    assert empty.shape == (0, 10)
+    counts, fields = np.ones(50, np.float32), rng.integers(0, FIELDS, 50).astype(np.int32)
+    np.testing.assert_array_equal(run(name, g, w, counts, fields, r=1e9, c=1e9), g)
+    assert run(name, g[:0], w[:0], counts[:0], fields[:0]).shape == (0, 10)
 
 
 def test_by_hand():
@@ -163,7 +119,8 @@ def test_half_precision_is_clipped_in_float32(name, dtype):
     ours = CLIP_RULES[name](g, w, tf.ones(20), **given_)
     assert ours.dtype == dtype
     wide = tf.cast(g, tf.float32).numpy()
-    expected = oracle(name, wide, w.numpy(), np.ones(20), np.zeros(20, np.int32))
+    values = Settings(1.0, clip=name, clip_threshold=1.0)
+    expected = clip(wide, w.numpy(), np.ones(20), np.zeros(20), values)
     np.testing.assert_allclose(tf.cast(ours, tf.float32), expected, rtol=2.0**-7, atol=1e-3)
 
 
@@ -173,10 +130,6 @@ def test_half_precision_is_clipped_in_float32(name, dtype):
 def test_what_no_sample_holds_is_clipped_as_of_one(name, others, bound):
     """A field of a tied output, or padding: a bound of 0 would freeze it."""
     g, w = tf.constant([[3.0, 4.0], [0.0, 12.0]]), tf.constant([[1.0, 0.0], [0.0, 1.0]])
-    none, one = (
-        CLIP_RULES[name](g, w, tf.constant([count, others]), ratio=0.5, floor=1e-3)
-        for count in (0.0, 1.0)
-    )
-    reached = none if name.endswith("field") else none[0]
-    assert np.linalg.norm(reached) == pytest.approx(0.5 * bound, rel=1e-6)
-    np.testing.assert_array_equal(none, one)
+    clipped = CLIP_RULES[name](g, w, tf.constant([0.0, others]), ratio=0.5, floor=1e-3)
+    unit = clipped if name.endswith("field") else clipped[0]
+    assert np.linalg.norm(unit) == pytest.approx(0.5 * bound, rel=1e-6)

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from merlin_cowclip.models import deepfm
+from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
 from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags, mm
 
 BATCH = 32
 
 
-def category(name: str, cardinality: int, *, ragged: bool = False, domain: str = "") -> Any:
-    properties = {"domain": {"min": 0, "max": cardinality - 1, "name": domain or name}}
-    more = {"is_list": True, "is_ragged": True} if ragged else {}
+def category(
+    name: str,
+    cardinality: int,
+    *tags: Any,
+    ragged: bool = False,
+    padded: bool = False,
+    domain: str = "",
+) -> Any:
+    """A categorical column: one-hot, a ragged list, or a padded list of four."""
+    properties: dict[str, Any] = {
+        "domain": {"min": 0, "max": cardinality - 1, "name": domain or name}
+    }
+    if padded:
+        properties["value_count"] = {"min": 4, "max": 4}
+    lists = {"is_list": True, "is_ragged": ragged} if ragged or padded else {}
     return ColumnSchema(
-        name, dtype=np.int64, tags=[Tags.CATEGORICAL], properties=properties, **more
+        name, dtype=np.int64, tags=[Tags.CATEGORICAL, *tags], properties=properties, **lists
     )
 
 
@@ -49,13 +64,47 @@ def batch(schema: Any, size: int = BATCH, seed: int = 0) -> tuple[dict[str, Any]
 
 
 def dataset(schema: Any, steps: int, first: int = 0) -> tf.data.Dataset:
-    """`steps` batches, of sizes unknown to the graph as a loader's are."""
-    batches = [batch(schema, seed=first + i) for i in range(steps)]
+    return dataset_of([batch(schema, seed=first + i) for i in range(steps)])
+
+
+def dataset_of(batches: Sequence[Any]) -> tf.data.Dataset:
+    """Batches of sizes unknown to the graph, as a loader's are."""
     signature = tf.nest.map_structure(
         lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), batches[0]
     )
     data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
-    return data.apply(tf.data.experimental.assert_cardinality(steps))
+    return data.apply(tf.data.experimental.assert_cardinality(len(batches)))
+
+
+COLD = Hyperparameters(BATCH, warmup_epochs=0.0)
+HOT = COLD.replace(embedding_lr=0.05, dense_lr=0.01, l2=1e-3)
+
+
+def ours(schema: Any) -> Any:
+    return deepfm(schema, embedding_dim=6, mlp=(8,))
+
+
+def built(builder: Callable[[Any], Any], schema: Any) -> Any:
+    """A model with its variables: its step is traced once, not twice."""
+    model = builder(schema)
+    model(batch(schema)[0])
+    return model
+
+
+def fitted(
+    builder: Callable[[Any], Any],
+    schema: Any,
+    hyperparameters: Hyperparameters = HOT,
+    steps: int = 3,
+    **options: Any,
+) -> tuple[Any, CowClipOptimizer]:
+    """A model after some steps, and its optimizer with these options."""
+    tf.keras.utils.set_random_seed(0)
+    model = built(builder, schema)
+    optimizer = CowClipOptimizer.for_model(model, hyperparameters, **options)
+    model.compile(optimizer=optimizer, metrics=[])
+    model.fit(dataset(schema, steps), verbose=0)
+    return model, optimizer
 
 
 def stock_deepfm(schema: Any) -> Any:
