@@ -19,7 +19,7 @@ from merlin_cowclip.plugins.optimizers.state import training_state
 from .merlin_models import category, stock_dlrm
 
 pytestmark = pytest.mark.usefixtures("graphs_as_traced")
-SIZES = {"shop": 400, "item": 60, "day": 5}
+SIZES = {"shop": 4_000, "item": 60, "day": 5}
 TARGET = ColumnSchema("y", dtype=np.float32, tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION])
 SCHEMA = Schema([*(category(name, size) for name, size in SIZES.items()), TARGET])
 HP = Hyperparameters(
@@ -102,8 +102,7 @@ def layer_of(model):
 
 def test_predictions_are_those_of_the_exact_mode_at_any_time(monkeypatch):
     """Rows catch up as they are looked up, in training, evaluation and prediction."""
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 400)  # several chunks and tiles of rows
-    monkeypatch.setattr(module, "TILE_ELEMENTS", 0)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 12_000)  # 3,000 rows, in tiles of 2,048
     exact, deferred = (trained(update, 20) for update in ("exact", "deferred"))
     for seed in (5, 6):
         x, _ = next(batches(1, 64, seed))

@@ -11,17 +11,16 @@ from merlin_cowclip.plugins.distributed.sharding import Shard, _inverse, by_owne
 from .gpu_kernels import check_kernels
 
 
-@pytest.mark.parametrize("size", [2, 3, 7])
-@pytest.mark.parametrize("num_rows", [1, 2, 14, 100])
+@pytest.mark.parametrize(("size", "num_rows"), [(2, 1), (3, 14), (7, 100)])
 def test_every_row_has_one_place(size, num_rows):
     numbers = [
         np.asarray(shard.global_row(np.arange(shard.rows)))
         for shard in (Shard(rank, size, num_rows) for rank in range(size))
     ]
     assert sorted(np.concatenate(numbers)) == list(range(num_rows))
-    for rank, mine in enumerate(numbers):
-        assert (mine % size == rank).all()
-        assert Shard(rank, size, num_rows).local_row(mine).tolist() == list(range(len(mine)))
+    for rank, rows in enumerate(numbers):
+        assert (rows % size == rank).all()
+        assert Shard(rank, size, num_rows).local_row(rows).tolist() == list(range(len(rows)))
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -36,8 +35,8 @@ def test_rows_go_by_owner_and_come_back(on_cpu):
 
 def test_the_order_is_found_on_gpus():
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
-    def found(rows):
+    def find(rows):
         order, sizes = by_owner(rows, 4)
         return order, sizes, _inverse(order, on_cpu=False)
 
-    check_kernels(found.get_concrete_function(), deterministic=True)
+    check_kernels(find.get_concrete_function(), deterministic=True)
