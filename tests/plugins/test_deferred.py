@@ -196,6 +196,7 @@ def test_rows_catch_up_before_a_checkpoint(tmp_path):
 def test_a_state_has_what_rows_wait_for():
     first, second = trained("deferred", 15), model_of("deferred")
     train(second, 1, seed=9)
+    first.optimizer.learning_rate = 5e-4
     for name, variable in training_state(second).items():
         variable.assign(training_state(first)[name])
     for model in (first, second):
@@ -245,20 +246,6 @@ def test_a_learning_rate_that_is_set():
     assert far(*models) < 2e-4
 
 
-@pytest.mark.extended
-def test_half_precision():
-    """Keras's loss scaling applies gradients within a branch; tables are float32 all the same."""
-    tf.keras.mixed_precision.set_global_policy("mixed_float16")
-    try:
-        exact, deferred = (model_of(update) for update in ("exact", "deferred"))
-        for model in (exact, deferred):
-            train(model, 20)
-    finally:
-        tf.keras.mixed_precision.set_global_policy("float32")
-    deferred.optimizer.inner_optimizer.catch_up()
-    assert far(deferred, exact) < 5e-3  # dense layers round at 1e-3
-
-
 def test_the_tables_belong_to_the_optimizer_that_was_bound_last():
     """As where a notebook's cell that makes the optimizer is run again."""
     exact, model = (trained(update, 15) for update in ("exact", "deferred"))
@@ -298,24 +285,11 @@ def test_settings_of_rows_that_cannot_catch_up(changes, options, message):
         CowClipOptimizer(HP.replace(**changes), update="deferred", **options)
 
 
-@pytest.mark.parametrize(
-    ("beta_1", "beta_2", "message"),
-    [
-        (float(np.float32(0.9)), float(np.float32(0.9999)), None),
-        (0.5, 0.999, "beta_1 of"),
-        (0.9, 0.99, "beta_2 from"),
-        (0.9, 0.99999, "beta_2 from"),
-    ],
-)
-def test_betas_of_rows_that_cannot_catch_up(beta_1, beta_2, message):
-    def check():
+@pytest.mark.parametrize(("beta_1", "beta_2"), [(0.5, 0.999), (0.9, 0.99), (0.9, 0.99999)])
+def test_betas_of_rows_that_cannot_catch_up(beta_1, beta_2):
+    check_deferrable(1e-4, l2=1e-5, clip=None, clip_ratio=1.0, beta_2=float(np.float32(0.9999)))
+    with pytest.raises(ValueError, match="beta_1 of 0.9 and beta_2 from"):
         check_deferrable(1e-4, l2=1e-5, clip=None, clip_ratio=1.0, beta_1=beta_1, beta_2=beta_2)
-
-    if message is None:
-        check()
-    else:
-        with pytest.raises(ValueError, match=message):
-            check()
 
 
 @pytest.mark.parametrize(("name", "value"), [("beta_2", 0.9995), ("l2", 1e-5), ("epsilon", 1e-6)])

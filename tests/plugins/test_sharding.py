@@ -1,4 +1,4 @@
-"""Which rank has which row, and how rows go to their owners and back; that needs no ranks."""
+"""Which rank has which row, and how ranks join gradients; that needs no ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from merlin_cowclip.plugins.distributed import gradients
+from merlin_cowclip.plugins.distributed.gradients import RowSums, all_gather_rows, all_reduce_dense
+from merlin_cowclip.plugins.distributed.horovod import Ranks
 from merlin_cowclip.plugins.distributed.sharding import Shard, _inverse, by_owner
 
 from .gpu_kernels import check_kernels
@@ -40,3 +43,26 @@ def test_the_order_is_found_on_gpus():
         return order, sizes, _inverse(order, on_cpu=False)
 
     check_kernels(find.get_concrete_function(), deterministic=True)
+
+
+def test_gradients_of_two_ranks_are_those_of_one_batch(monkeypatch):
+    """Means of gradients, sums of counts; the other rank has twice the gradients of this one."""
+    double = {tf.float32: 2.0, tf.int64: 1}
+    monkeypatch.setattr(gradients, "ranks", lambda: Ranks(0, 2, 0, 2))
+    monkeypatch.setattr(gradients, "all_reduce", lambda values, how: 3.0 * values)
+    monkeypatch.setattr(
+        gradients,
+        "all_gather_each",
+        lambda tensors: [tf.concat([t, double[t.dtype] * t], axis=0) for t in tensors],
+    )
+    table, values = tf.Variable(tf.zeros([9, 2])), tf.constant([[1.0, 2.0], [3.0, 4.0]])
+    rows = tf.constant([7, 4], tf.int64)
+    joined = all_gather_rows(RowSums(rows, values, tf.constant([1.0, 5.0])), table)
+    order = np.argsort(joined.indices)
+    assert joined.indices.numpy()[order].tolist() == [4, 7]
+    np.testing.assert_allclose(joined.gradients.numpy()[order], 1.5 * values.numpy()[::-1])
+    assert joined.counts.numpy()[order].tolist() == [15.0, 3.0]
+    dense, slices = all_reduce_dense([values, tf.IndexedSlices(values, rows)])
+    np.testing.assert_allclose(dense, 1.5 * values)
+    np.testing.assert_allclose(slices.values, np.concatenate([values / 2, values]))
+    assert slices.indices.numpy().tolist() == [7, 4, 7, 4]
