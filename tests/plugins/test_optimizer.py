@@ -43,6 +43,15 @@ def built(builder, schema):
     return model
 
 
+def fitted(builder, schema, hyperparameters=HOT, steps=3, **options):
+    tf.keras.utils.set_random_seed(0)
+    model = built(builder, schema)
+    optimizer = CowClipOptimizer.for_model(model, hyperparameters, **options)
+    model.compile(optimizer=optimizer, metrics=[])
+    model.fit(dataset(schema, steps), verbose=0)
+    return model, optimizer
+
+
 def table_of(model, feature):
     tables = (x for x in model._flatten_layers() if isinstance(x, mm.EmbeddingTable))
     return next(x for x in tables if feature in x.features)
@@ -53,10 +62,7 @@ def table_of(model, feature):
     [(stock_wide_and_deep, SCHEMA, "exact"), (ours, WITH_LIST, "lazy")],
 )
 def test_every_variable_is_owned_once_and_moves(builder, schema, update):
-    model = built(builder, schema)
-    optimizer = CowClipOptimizer.for_model(model, HOT, update=update)
-    model.compile(optimizer=optimizer, metrics=[])
-    model.fit(dataset(schema, 3), verbose=0)
+    model, optimizer = fitted(builder, schema, update=update)
     owned = optimizer.owned()
     assert [id(o.variable) for o in owned] == [id(v) for v in model.trainable_variables]
     tables = {id(spec.variable) for spec in optimizer.table_specs}
