@@ -53,15 +53,15 @@ def clip(gradients: Array, rows: Array, counts: Array, fields: Array, settings: 
         unit = np.zeros(len(rows), int)
     rows, clipped = rows.astype(np.float64), gradients.astype(np.float64)
     for u in np.unique(unit):
-        mine = unit == u
+        in_unit = unit == u
         if rule.startswith("adaptive"):
-            size = max(settings.clip_ratio * np.linalg.norm(rows[mine]), settings.clip_floor)
-            bound = max(counts[mine].sum(), 1.0) * size
+            size = max(settings.clip_ratio * np.linalg.norm(rows[in_unit]), settings.clip_floor)
+            bound = max(counts[in_unit].sum(), 1.0) * size
         else:
             bound = settings.clip_threshold
-        norm = np.linalg.norm(clipped[mine])
+        norm = np.linalg.norm(clipped[in_unit])
         if norm > bound:
-            clipped[mine] *= bound / norm
+            clipped[in_unit] *= bound / norm
     return clipped
 
 
@@ -107,9 +107,11 @@ class Lazy:
 
     def _clipped(self, ids: Array, gradients: Array, counts: Array) -> Array:
         g: Array = gradients + 2 * self.settings.l2 * self.w[ids]
-        mine = ~self.exempt[ids]
-        rows = ids[mine]
-        g[mine] = clip(g[mine], self.w[rows], counts[mine], self.fields[rows], self.settings)
+        clipped = ~self.exempt[ids]
+        rows = ids[clipped]
+        g[clipped] = clip(
+            g[clipped], self.w[rows], counts[clipped], self.fields[rows], self.settings
+        )
         return g
 
     def _update(self, ids: Array, g: Array, step: int) -> None:

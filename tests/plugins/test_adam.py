@@ -8,11 +8,7 @@ import tensorflow as tf
 
 from merlin_cowclip.plugins import CowClipAdam, LinearWarmup
 
-
-def slices(values, indices, shape):
-    return tf.IndexedSlices(
-        tf.constant(values, tf.float32), tf.constant(indices), tf.constant(shape, tf.int64)
-    )
+from .reference import Exact, Settings
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
@@ -51,7 +47,7 @@ def test_exact_without_clip_is_keras_adam_with_a_dense_l2_regularizer():
     w0 = rng.normal(scale=0.05, size=(60, 8)).astype(np.float32)
     ours, theirs = tf.Variable(w0), tf.Variable(w0)
     regularizer = tf.keras.regularizers.L2(1e-3)
-    mine = CowClipAdam(1e-2, l2=1e-3, clip=None)
+    cowclip = CowClipAdam(1e-2, l2=1e-3, clip=None)
     keras = tf.keras.optimizers.legacy.Adam(1e-2)
 
     def loss(table, ids, a):
@@ -60,43 +56,10 @@ def test_exact_without_clip_is_keras_adam_with_a_dense_l2_regularizer():
     for _ in range(50):
         ids = tf.constant(rng.integers(0, 30, 64))
         a = tf.constant(rng.normal(size=(64, 8)), tf.float32)
-        mine.minimize(lambda ids=ids, a=a: loss(ours, ids, a), [ours])
+        cowclip.minimize(lambda ids=ids, a=a: loss(ours, ids, a), [ours])
         keras.minimize(lambda ids=ids, a=a: loss(theirs, ids, a) + regularizer(theirs), [theirs])
     assert np.abs(ours.numpy() - w0).max() > 0.1
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
-
-
-def test_the_graph_is_traced_once():
-    table = tf.Variable(tf.random.normal((30, 4)))
-    optimizer = CowClipAdam()
-    traces = []
-
-    @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
-    def step(ids):
-        traces.append(1)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.gather(table, ids))
-        optimizer.minimize(loss, [table], tape=tape)
-
-    for n in (3, 5, 5, 8):
-        step(tf.range(n, dtype=tf.int64))
-    assert len(traces) <= 2  # Keras traces once to create slots and once without
-    assert optimizer.iterations.numpy() == 4
-
-
-def clipped_adam(w, ids, gradients, settings, rate=0.1, beta_1=0.9, beta_2=0.999):
-    """The table after exact steps in NumPy, float64: by Algorithm 1 with the settings of each."""
-    w, m, v = w.astype(np.float64), np.zeros(w.shape), np.zeros(w.shape)
-    for t, one in enumerate(settings, 1):
-        g, counts = 2 * one["l2"] * w, np.maximum(np.bincount(ids, minlength=len(w)), 1)
-        np.add.at(g, ids, gradients)
-        bounds = counts * np.maximum(
-            one["clip_ratio"] * np.linalg.norm(w, axis=1), one["clip_floor"]
-        )
-        g *= np.minimum(1, bounds / np.maximum(np.linalg.norm(g, axis=1), 1e-30))[:, np.newaxis]
-        m, v = beta_1 * m + (1 - beta_1) * g, beta_2 * v + (1 - beta_2) * g**2
-        w = w - rate * (1 - beta_2**t) ** 0.5 / (1 - beta_1**t) * m / (np.sqrt(v) + 1e-7)
-    return w
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
@@ -111,6 +74,8 @@ def test_a_setting_that_is_set_is_used_at_the_next_step(in_graph):
     rng = np.random.default_rng(0)
     w, ids, gradients = rng.normal(size=(6, 3)), np.array([0, 2, 0, 3]), rng.normal(size=(4, 3))
     table, optimizer = tf.Variable(w, dtype=tf.float64), CowClipAdam(0.1, **settings[0])
+    reference = Exact(w, Settings(0.1), np.zeros(6, int))
+    summed = np.array([gradients[0] + gradients[2], gradients[1], gradients[3]])
 
     def step():
         slices = tf.IndexedSlices(tf.constant(gradients), tf.constant(ids), tf.constant(w.shape))
@@ -121,12 +86,13 @@ def test_a_setting_that_is_set_is_used_at_the_next_step(in_graph):
         for name, value in given.items():
             setattr(optimizer, name, value)
         run()
-        expected = clipped_adam(w, ids, gradients, settings[:number])
-        np.testing.assert_allclose(table, expected, rtol=0, atol=2e-6, err_msg=f"step {number}")
+        reference.settings = Settings(0.1, **given)
+        reference.step(np.array([0, 2, 3]), summed, np.array([2, 1, 1]))
+        np.testing.assert_allclose(table, reference.w, rtol=0, atol=2e-6, err_msg=f"step {number}")
         assert {name: optimizer.get_config()[name] for name in given} == given
 
 
-def test_dense_gradients_are_refused_with_the_remedy():
+def test_dense_gradients_are_an_error():
     table = tf.Variable(tf.ones((3, 2)), name="ads")
     with pytest.raises(ValueError, match=r"gradient of 'ads:0' is dense.*regularizer"):
         CowClipAdam().apply_gradients([(tf.ones((3, 2)), table)])
@@ -135,12 +101,9 @@ def test_dense_gradients_are_refused_with_the_remedy():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"clip_ratio": 0.0}, "clip_ratio must be a positive number. Received: clip_ratio=0.0"),
-        ({"clip_floor": -1e-5}, "clip_floor must be a number that is not negative"),
-        ({"l2": float("nan")}, "l2 must be"),
+        ({"clip_ratio": 0.0}, "clip_ratio must be a positive number"),
         ({"learning_rate": -1.0}, "learning_rate must be a positive"),
         ({"beta_1": 1.0}, "beta_1 and beta_2 must be below 1"),
-        ({"clip": "norm"}, "clip must be None or one of global, .*adaptive_column"),
         ({"update": "dense"}, "update must be one of exact, lazy. Received: 'dense'"),
     ],
 )
@@ -149,8 +112,8 @@ def test_bad_arguments(arguments, message):
         CowClipAdam(**arguments)
 
 
-@pytest.mark.parametrize("rate", [2e-4, LinearWarmup(2e-4, 10)])
-def test_config_round_trip(rate):
+def test_config_round_trip():
+    rate = LinearWarmup(2e-4, 10)
     one = CowClipAdam(
         rate, 0.8, 0.99, 1e-6, l2=3e-5, clip_ratio=2.0, clip_floor=1e-4, update="lazy"
     )
@@ -158,26 +121,7 @@ def test_config_round_trip(rate):
     other = tf.keras.optimizers.deserialize(config, use_legacy_optimizer=True)
     assert type(other) is CowClipAdam
     assert other.get_config() == one.get_config()
-
-
-def test_checkpoint_brings_back_slots_and_steps(tmp_path):
-    def fresh():
-        return tf.Variable(tf.ones((5, 2))), CowClipAdam(1e-2)
-
-    def step(table, optimizer, i):
-        optimizer.apply_gradients([(slices([[0.1 * i, 0.2]], [i % 5], (5, 2)), table)])
-
-    table, optimizer = fresh()
-    for i in range(3):
-        step(table, optimizer, i)
-    path = tf.train.Checkpoint(table=table, optimizer=optimizer).save(str(tmp_path / "c"))
-    step(table, optimizer, 3)
-    again, restored = fresh()
-    tf.train.Checkpoint(table=again, optimizer=restored).restore(path)
-    step(again, restored, 3)
-    np.testing.assert_array_equal(again, table)
-    assert restored.iterations.numpy() == 4
-    np.testing.assert_array_equal(restored.get_slot(again, "v"), optimizer.get_slot(table, "v"))
+    assert (other._get_hyper("beta_1"), other._get_hyper("beta_2")) == (0.8, 0.99)
 
 
 def test_warmup_is_linear_from_1e_8():
@@ -190,28 +134,33 @@ def test_warmup_is_linear_from_1e_8():
         LinearWarmup(1e-3, -1)
 
 
-def test_the_same_ids_twice_are_refused_where_nobody_records_them():
-    """As stock `DeepFMModel` looks them up: repeats would be twice the samples."""
-    table = tf.Variable(tf.ones([5, 2]))
+def step(table, look_up, **options):
+    """A step of a new optimizer, by what a function looks up."""
+    optimizer = CowClipAdam(**options)
 
-    def step(optimizer, other):
-        ids = tf.constant([1, 3, 1])
+    def traced():
         with tf.GradientTape() as tape:
-            seen = tf.gather(table, tf.reshape(ids, [-1, 1])), tf.gather(table, other(ids))
-            loss = sum(tf.reduce_sum(rows) for rows in seen)
+            loss = tf.reduce_sum(look_up())
         optimizer.apply_gradients([(tape.gradient(loss, table), table)])
 
-    def run(optimizer, other):
-        tf.function(lambda: step(optimizer, other), autograph=False)()
-        return int(optimizer.iterations)
+    tf.function(traced, autograph=False)()
+    assert int(optimizer.iterations) == 1
+
+
+def test_the_same_ids_twice_are_an_error_where_nobody_records_them():
+    """As stock `DeepFMModel` looks them up: repeats would be twice the samples."""
+    table, ids = tf.Variable(tf.ones([5, 2])), tf.constant([1, 3, 1])
+
+    def twice(other):
+        return tf.gather(table, ids) + tf.gather(table, other)
 
     with pytest.raises(ValueError, match=r"looked up once.*'Variable.*looked up twice.*for_model"):
-        run(CowClipAdam(), lambda ids: tf.cast(ids, tf.int64))
-    assert run(CowClipAdam(), lambda ids: ids + 1) == 1
-    assert run(CowClipAdam(clip=None), lambda ids: ids) == 1
+        step(table, lambda: twice(tf.cast(ids, tf.int64)))
+    step(table, lambda: twice(ids + 1))
+    step(table, lambda: twice(ids), clip=None)
 
 
-def test_ids_that_were_made_unique_are_refused_where_nobody_records_them():
+def test_ids_that_were_made_unique_are_an_error_where_nobody_records_them():
     """As a list's combiner makes them: every id would be that of one sample."""
     table = tf.Variable(tf.ones([5, 2]))
     lists = tf.ragged.constant([[1, 3], [1], [1, 1, 4], []], dtype=tf.int64)
@@ -219,17 +168,7 @@ def test_ids_that_were_made_unique_are_refused_where_nobody_records_them():
     def combined():
         return tf.nn.safe_embedding_lookup_sparse(table, lists.to_sparse(), combiner="mean")
 
-    def run(optimizer, look_up):
-        def step():
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(look_up())
-            optimizer.apply_gradients([(tape.gradient(loss, table), table)])
-
-        tf.function(step, autograph=False)()
-        return int(optimizer.iterations)
-
     with pytest.raises(ValueError, match=r"once per sample.*unique.*combiner.*for_model"):
-        run(CowClipAdam(), combined)
-    for bounds in ({"clip": None}, {"clip": "column", "clip_threshold": 1.0}):  # follow no counts
-        assert run(CowClipAdam(**bounds), combined) == 1
-    assert run(CowClipAdam(), lambda: tf.gather(table, lists.flat_values)) == 1
+        step(table, combined)
+    step(table, combined, clip="column", clip_threshold=1.0)  # follows no counts
+    step(table, lambda: tf.gather(table, lists.flat_values))

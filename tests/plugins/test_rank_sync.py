@@ -20,38 +20,38 @@ KERAS = tf.keras.callbacks
 def of_two(monkeypatch):
     """A callback of the first of two ranks; the second says `others`, gather by gather."""
 
-    def made(others, **given):
-        said, told = iter(others), []
+    def create(others, **given):
+        answers, calls = iter(others), []
         optimizer = SimpleNamespace(awaits_rank_sync=True)
-        monkeypatch.setattr(callbacks, "synchronize", lambda *given: told.append("sync"))
+        monkeypatch.setattr(callbacks, "synchronize", lambda *given: calls.append("sync"))
         monkeypatch.setattr(callbacks, "ranks", lambda: Ranks(0, 2, 0, 2))
-        monkeypatch.setattr(callbacks, "all_gather", lambda mine: np.append(mine, next(said)))
-        monkeypatch.setattr(callbacks, "all_gather_object", lambda mine: [mine, next(said)])
+        monkeypatch.setattr(callbacks, "all_gather", lambda own: np.append(own, next(answers)))
+        monkeypatch.setattr(callbacks, "all_gather_object", lambda own: [own, next(answers)])
         monkeypatch.setattr(callbacks, "optimizer_of", lambda model: model.optimizer)
         sync = RankSync(**given)
         sync.set_model(SimpleNamespace(stop_training=False, optimizer=optimizer))
-        return sync, told
+        return sync, calls
 
-    return made
+    return create
 
 
 def test_ranks_are_synchronized_at_the_first_batch_of_each_epoch(of_two):
-    sync, told = of_two([0])
+    sync, calls = of_two([0])
     sync.on_train_begin()
     assert not sync.model.optimizer.awaits_rank_sync
     for epoch in range(2):
         sync.on_epoch_begin(epoch)
-        assert len(told) == epoch
+        assert len(calls) == epoch
         for batch in range(3):
             sync.on_train_batch_begin(batch)
-        assert len(told) == epoch + 1
+        assert len(calls) == epoch + 1
 
 
-@pytest.mark.parametrize(("mine", "other"), [(True, 0), (False, 1), (False, 0)])
-def test_ranks_stop_after_a_batch_where_one_looks_at_batches(of_two, mine, other):
-    sync, _ = of_two([other, 0, 1], each_batch=mine)
+@pytest.mark.parametrize(("here", "other"), [(True, 0), (False, 1), (False, 0)])
+def test_ranks_stop_after_a_batch_where_one_looks_at_batches(of_two, here, other):
+    sync, _ = of_two([other, 0, 1], each_batch=here)
     sync.on_train_begin()
-    for expected in (False, mine or bool(other)):
+    for expected in (False, here or bool(other)):
         sync.on_train_batch_end(0)
         assert sync.model.stop_training is expected
 

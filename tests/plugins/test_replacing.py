@@ -53,10 +53,10 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path, there):
             path.mkdir()
             write(path, "old")
         done = subprocess.run([sys.executable, "-c", SCRIPT, str(path), str(last)])
-        found = find(path)
-        if there or (found / MARKER).exists():
-            text = (found / MARKER).read_text()
-            assert (found / PART).read_text() == text
+        current = find(path)
+        if there or (current / MARKER).exists():
+            text = (current / MARKER).read_text()
+            assert (current / PART).read_text() == text
             outcomes.append(text)
         with replacing(path) as folder:  # clears up whatever is left
             write(folder, "next")
@@ -87,26 +87,20 @@ def test_a_link_stays_one(tmp_path):
     (tmp_path / "disk").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "disk")
-    for text in ("one", "two"):
-        with replacing(link) as folder:
-            write(folder, text)
-        assert link.is_symlink()
-        assert (tmp_path / "disk" / MARKER).read_text() == text
+    with replacing(link) as folder:
+        write(folder, "new")
+    assert link.is_symlink()
+    assert (tmp_path / "disk" / MARKER).read_text() == "new"
 
 
-@pytest.mark.parametrize("entries", [["variables"], ["notes"], [PART, "notes"]], ids=str)
+@pytest.mark.parametrize("entries", [["variables"], [PART, "notes"]], ids=str)
 def test_what_is_no_saved_model_is_left_alone(tmp_path, entries):
-    """A folder of somebody's own that happens to have an entry of one of our names, say."""
+    """A folder of a user that happens to have an entry of one of our names, say."""
     path = tmp_path / "site"
     path.mkdir()
     for name in entries:
         (path / name).touch()
-    with (
-        pytest.raises(ValueError, match=f"or a saved model.*with {entries[-1]!r}"),
-        replacing(path),
-    ):
+    refused = pytest.raises(ValueError, match=f"or a saved model.*with {entries[-1]!r}")
+    with refused, replacing(path):
         pass
     assert sorted(os.listdir(path)) == sorted(entries)
-    with pytest.raises(NotADirectoryError), replacing(path / entries[0]):
-        pass
-    assert os.listdir(tmp_path) == ["site"]
