@@ -50,19 +50,6 @@ def test_an_epoch_has_every_row_once(data, on_disk, monkeypatch, window_rows, ba
     assert set(seen["genres"].map(len)) == {0, 1, 2, 3}
 
 
-def test_empty_row_groups_are_passed_over(data, on_disk, tmp_path, small_windows):
-    files = sorted((data.path / "train").glob("*.parquet"))
-    nothing = pq.read_table(files[0]).slice(0, 0)
-    pq.write_table(nothing, tmp_path / "empty.parquet")
-    with pq.ParquetWriter(tmp_path / "both.parquet", nothing.schema) as writer:
-        for table in (nothing, *map(pq.read_table, files), nothing):
-            writer.write_table(table, row_group_size=500)
-    paths = [tmp_path / name for name in ("empty.parquet", "both.parquet", "empty.parquet")]
-    record = {**data.record, "files": {"train": [file_state(path) for path in paths]}}
-    loader = Loader(PreparedData(data.path, data.spec, record), batch_size=BATCH)
-    pd.testing.assert_frame_equal(by_serial(as_frame(loader)), by_serial(on_disk["train"]))
-
-
 # The order
 
 
