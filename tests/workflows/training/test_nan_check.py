@@ -41,7 +41,7 @@ def test_a_rate_that_diverges(data, tmp_path):
     assert (failed["error"], failed["step"], failed["epoch"]) == (message, 10, 1)
     assert list((run / "logs").iterdir())
     assert not Checkpoints(run / "checkpoints").steps()
-    with pytest.raises(UserError, match="failed: .*Train again, or: "):
+    with pytest.raises(UserError, match="did not finish: loss.*Resume it: "):
         Run.open(run)
 
 
