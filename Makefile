@@ -61,7 +61,7 @@ test-extended: $(STAMP) $(RANKS)/.installed $(TRITON)/.installed  ## the tests t
 	@$(RANKS)/bin/python -m pytest tests/ranks -m extended $(QUARTER:%=--quarter %)
 
 kills: $(STAMP)  ## kill a run KILLS times (40) at random, resume it, compare it with one that was not killed
-	@$(BIN)/python benchmarks/kill_and_resume.py --kills $(or $(KILLS),40)
+	@COWCLIP_KILLS=$(or $(KILLS),40) $(BIN)/python -m pytest tests/workflows/training/test_resume.py -k at_random
 
 mutants: $(STAMP) $(RANKS)/.installed  ## change the source, one line at a time, and see that tests fail (an hour)
 	@$(BIN)/python -m tests.mutants

@@ -1,8 +1,4 @@
-"""Programs in processes of their own that do not each wait for TensorFlow's import, and the like.
-
-An interpreter imports them once; each program is a fork of it. It runs as `python -c` would run it,
-in `__main__`, takes signals as any other, and has an interpreter's end of its own.
-"""
+"""Programs in processes of their own: forks of an interpreter that has imported TensorFlow."""
 
 from __future__ import annotations
 
@@ -14,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Not Merlin: its import starts threads, which a fork would lack. What it imports here starts none,
-# and is frozen, as a fork that looked for garbage in it would copy its memory.
+# Not Merlin, whose import starts threads, which a fork would lack.
 _INTERPRETER = """
 import gc, json, os, signal, sys
 import dask.dataframe, distributed, numba.cuda, sklearn.metrics, tensorflow
@@ -77,7 +72,7 @@ class WarmInterpreter:
         )
 
     def start(self, program: str, *arguments: Any, folder: Path) -> Program:
-        """Start a program, whose `sys.argv[1:]` are `arguments`; what it says goes to `folder`."""
+        """Start a program with `sys.argv[1:]`; its output goes to the new `folder`."""
         folder.mkdir()
         files = {name: str(folder / name) for name in ("out", "err")}
         job = {"program": program, "arguments": [str(a) for a in arguments], **files}
@@ -87,7 +82,7 @@ class WarmInterpreter:
         return Program(self.number(), self, folder)
 
     def number(self) -> int:
-        """What it says next: a program's process, or its exit code."""
+        """The next number that it prints: a program's process, or its exit code."""
         assert self._process.stdout is not None
         return int(self._process.stdout.readline())
 

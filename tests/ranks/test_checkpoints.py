@@ -11,12 +11,12 @@ import pytest
 from merlin_cowclip.workflows import Run
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints
-from tests.runs_alike import differences
+from tests.kills import differences
 
 from .conftest import COMMAND, EPOCHS, OPTIONS, assert_alike
 from .launch import needs_horovod, on_ranks
 
-TROUBLED = [sys.executable, "-m", "tests.ranks.troubled"]
+KILLED = [sys.executable, "-m", "tests.kills", "1/trainer.Trainer.see:11"]
 pytestmark = needs_horovod
 EVERY = ["--checkpoint-every", 2, "--no-saved-model"]
 
@@ -30,7 +30,7 @@ def killed(data, tmp_path_factory) -> Path:
     """Sharded tables on two ranks, of which the second is killed in the second epoch."""
     run = tmp_path_factory.mktemp("killed") / "run"
     train = ["train", data, "--out", run, *OPTIONS, *EVERY, "--tables", "sharded"]
-    ended = on_ranks(2, [*TROUBLED, 1, 11, *train])
+    ended = on_ranks(2, [*KILLED, *train])
     assert ended.code != 0
     (sentence,) = ended.said()
     assert "another rank has ended" in sentence, ended

@@ -1,24 +1,21 @@
-"""What the tests of the loader share: a log, its batches decoded, and a model that notes them."""
+"""What the tests of the loader share: batches decoded, and a model that notes them."""
 
+import dataclasses
 import itertools
-import time
 
 import numpy as np
 import pandas as pd
 
 from merlin_cowclip.plugins._tensorflow import mm, tf
-from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
+from merlin_cowclip.workflows.data.spec import Split
 from merlin_cowclip.workflows.training.loader import Loader
+from tests.logs import CLICKS
 
 ROWS, TRAIN, TEST, VALID = 5_000, 4_000, 1_000, 400
 BATCH = 300  # divides neither a row group nor a part
-SPEC = DatasetSpec(
-    name="toy",
-    label="y",
-    categorical=("user", "item"),
-    continuous=("serial", "price"),
-    lists=("genres", "tags"),
-    split=Split("random", TEST / ROWS, valid=0),
+ENDS = ("values", "offsets")  # the two arrays of a list
+SPEC = dataclasses.replace(
+    CLICKS, continuous=("serial", "price"), split=Split("random", TEST / ROWS, valid=0)
 )
 
 
@@ -31,15 +28,9 @@ def as_frame(batches) -> pd.DataFrame:
             assert features[name].shape == (len(columns[SPEC.label]), 1)
             columns[name] = np.asarray(features[name])[:, 0]
         for name in SPEC.lists:
-            values = np.asarray(features[f"{name}__values"])
-            offsets = np.asarray(features[f"{name}__offsets"])
-            assert offsets[0] == 0
-            assert offsets[-1] == len(values)
-            assert len(offsets) == len(columns[SPEC.label]) + 1
-            columns[name] = [
-                tuple(int(i) for i in values[start:stop])
-                for start, stop in itertools.pairwise(offsets)
-            ]
+            values, offsets = (np.asarray(features[f"{name}__{end}"]) for end in ENDS)
+            assert (offsets[0], offsets[-1]) == (0, len(values))
+            columns[name] = [tuple(values[a:b].tolist()) for a, b in itertools.pairwise(offsets)]
         frames.append(pd.DataFrame(columns))
     return pd.concat(frames, ignore_index=True)
 
@@ -50,21 +41,12 @@ def by_serial(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def assert_same_batches(ours, theirs) -> None:
-    ours, theirs = list(ours), list(theirs)
-    assert len(ours) == len(theirs)
     for (features, labels), (others, other_labels) in zip(ours, theirs, strict=True):
         assert list(features) == list(others)
         np.testing.assert_array_equal(labels, other_labels)
         for name in features:
             np.testing.assert_array_equal(features[name], others[name])
             assert np.asarray(features[name]).dtype == np.asarray(others[name]).dtype
-
-
-def as_numpy(dataset):
-    return [
-        ({name: t.numpy() for name, t in features.items()}, labels.numpy())
-        for features, labels in dataset
-    ]
 
 
 def serials(data, epoch=0, **options) -> list[float]:
@@ -81,7 +63,7 @@ def of_ranks(data, ranks, **options) -> list[Loader]:
 
 
 class Seeing(mm.Model):
-    """A Merlin model that notes which rows each step trains on, and when."""
+    """A Merlin model that notes which rows each step trains on."""
 
     def __init__(self, *blocks, **options):
         super().__init__(*blocks, **options)
@@ -99,22 +81,10 @@ class Seeing(mm.Model):
 
 
 def seeing(data) -> Seeing:
-    """Stock Merlin blocks, with list columns."""
-    inputs = mm.InputBlockV2(
-        data.schema.excluding_by_name([SPEC.label]),
-        categorical=mm.Embeddings(
-            data.schema.select_by_name([*SPEC.categorical, *SPEC.lists]),
-            dim=4,
-            sequence_combiner="mean",
-        ),
-    )
+    """Stock Merlin blocks, with a list column."""
+    schema = data.schema.select_by_name([*SPEC.categorical, *SPEC.lists])
+    tables = mm.Embeddings(schema, dim=4, sequence_combiner="mean")
+    inputs = mm.InputBlockV2(data.schema.excluding_by_name([SPEC.label]), categorical=tables)
     model = Seeing(inputs, mm.MLPBlock([4]), mm.BinaryOutput(SPEC.label))
     model.compile(optimizer="adam", metrics=[])
     return model
-
-
-def wait_until(holds) -> None:
-    deadline = time.monotonic() + 30
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert holds()

@@ -3,63 +3,36 @@
 import dataclasses
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.training import loader
+from tests.kills import Runs
+from tests.logs import click_log, rows_of, write_csv, write_log
 
-from .batches import ROWS, SPEC, TRAIN, VALID
-from .interrupted import Runs
+from .batches import ROWS, SPEC, VALID
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory) -> PreparedData:
+def log() -> pd.DataFrame:
+    return click_log(ROWS)
+
+
+@pytest.fixture(scope="session")
+def data(log, tmp_path_factory) -> PreparedData:
     home = tmp_path_factory.mktemp("loader")
-    log(home / "log.csv", ROWS, seed=0)
-    log(home / "valid.csv", VALID, seed=1)
-    split = dataclasses.replace(SPEC.split, valid=(str(home / "valid.csv"),))
+    write_csv(log, home / "log.csv")
+    split = dataclasses.replace(SPEC.split, valid=(str(write_log(home / "valid.csv", VALID, 1)),))
     spec = dataclasses.replace(SPEC, split=split)
     return prepare(spec, [home / "log.csv"], home / "data", progress=False)
-
-
-def log(path: Path, rows: int, seed: int) -> None:
-    random = np.random.default_rng(seed)
-
-    def ids_of(field: str, most: int) -> list[str]:
-        return [
-            "|".join(f"{field}{i}" for i in random.integers(0, 9, random.integers(0, most)))
-            for _ in range(rows)
-        ]
-
-    pd.DataFrame(
-        {
-            "y": random.integers(0, 2, rows),
-            "user": [f"u{u}" for u in random.zipf(1.5, rows) % 400],
-            "item": random.integers(0, 40, rows),
-            "serial": random.permutation(rows),
-            "price": random.normal(5, 3, rows),
-            "genres": ids_of("g", 4),
-            "tags": ids_of("t", 3),
-        }
-    ).to_csv(path, index=False)
 
 
 @pytest.fixture(scope="session")
 def on_disk(data) -> dict[str, pd.DataFrame]:
     """The training and the test part in the order on disk, lists as tuples."""
-    parts = {}
-    for part in ("train", "test"):
-        files = sorted((data.path / part).glob("*.parquet"))
-        frame = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
-        for name in SPEC.lists:
-            frame[name] = frame[name].map(lambda ids: tuple(int(i) for i in ids))
-        parts[part] = frame
-    assert len(parts["train"]) == TRAIN
-    assert parts["train"]["serial"].is_unique
-    return parts
+    return {part: rows_of(data, part) for part in ("train", "test")}
 
 
 @pytest.fixture
@@ -77,14 +50,14 @@ def runs(interpreter, data, tmp_path_factory) -> Runs:
 
 @pytest.fixture(scope="session")
 def reference(runs) -> Path:
-    """A run that is never interrupted."""
-    return runs.reference("reference")
+    """A run that is never interrupted, with all its checkpoints."""
+    return runs.finish("reference", "--keep", 99)
 
 
 @pytest.fixture(scope="session")
 def stopped(runs) -> Path:
     """A run that was stopped in its second epoch, after update 18 of 32, to copy."""
     run = runs.home / "stopped"
-    done = runs.begin(run, place="in the second epoch@SIGINT")
-    assert done.returncode == 130, done.stderr
+    ended = runs.start(run, place="trainer.Trainer.see:18@SIGINT")
+    assert ended.returncode == 130, ended.stderr
     return run

@@ -4,8 +4,6 @@ import dataclasses
 import inspect
 import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -45,11 +43,9 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize("rule", SCALING_RULES)
-def test_what_is_left_out_is_the_rules_recipe(rule):
+def test_omitted_hyperparameters_are_the_rules_recipe(rule):
     config = TrainConfig(rule=rule)
-    assert config.base == recipe(rule)
-    assert config.hyperparameters == recipe(rule)  # at the base batch size
-    assert config.dense_lr == recipe(rule).dense_lr
+    assert config.base == config.hyperparameters == recipe(rule)  # at the base batch size
     assert TrainConfig(rule=rule, batch_size=4096).hyperparameters.clip == recipe(rule).clip
 
 
@@ -76,10 +72,8 @@ def test_the_default_rules_decay_is_a_schedule_and_can_be_switched_off():
     assert TrainConfig(update="deferred", **constant).update == "deferred"
 
 
-@pytest.mark.parametrize(
-    "values", [recipe("sqrt"), Hyperparameters(256, clip="column", clip_threshold=2.0)]
-)
-def test_hyperparameters_are_fields(values):
+def test_hyperparameters_are_fields():
+    values = Hyperparameters(256, clip="column", clip_threshold=2.0)
     assert TrainConfig(**base_fields(values), rule="none").base == values
 
 
@@ -100,15 +94,12 @@ def test_networks_are_the_builders():
 
 
 @pytest.mark.parametrize("options", CONFIGS, ids=str)
-def test_from_dict_is_the_way_back(options):
+def test_from_dict_is_the_inverse_of_to_dict(options):
     config = TrainConfig(**options)
     text = json.dumps(config.to_dict())
     again = TrainConfig.from_dict(json.loads(text))
-    assert again == config
-    assert again.identity == config.identity
-    assert again.hyperparameters == config.hyperparameters
+    assert (again, again.identity) == (config, config.identity)
     assert json.dumps(again.to_dict()) == text
-    assert TrainConfig.from_dict({**config.to_dict(), "epochs": 99}) != config
 
 
 @pytest.mark.parametrize(
@@ -129,22 +120,14 @@ def test_from_dict_refuses(values, message):
     ("options", "message"),
     [
         ({"model": "ffm"}, "model must be one of lr, fm, .*, dlrm. Received: model='ffm'"),
-        ({"model": ["deepfm"]}, r"model must be one of lr, .*\['deepfm'\]"),
-        ({"rule": "cube"}, "rule must be one of sqrt_decay, .*cowclip. Received: rule='cube'"),
-        ({"update": "eager"}, "update must be one of exact, lazy, deferred. Received: .*'eager'"),
         ({"dense_lr": "fast"}, "dense_lr must be a positive number. .*'fast'"),
         ({"clip": "global"}, "clip='global' needs clip_threshold"),
         ({"model": "fm", "mlp": (8,)}, "mlp belongs to wide_and_deep, .* with model='fm'"),
         ({"embedding_dim": 0}, "embedding_dim must be a positive whole .* Received: .*dim=0"),
         ({"mlp": (8, 0)}, r"mlp must be at least one positive .* Received: mlp=\(8, 0\)"),
-        ({"cross_layers": 2}, "cross_layers belongs to dcn, dcn_v2. .*model='deepfm'"),
-        ({"model": "dcn", "cross_layers": 1.5}, "cross_layers must be .*cross_layers=1.5"),
-        ({"model": "dcn", "low_rank_dim": 2}, "low_rank_dim belongs to dcn_v2. .*model='dcn'"),
-        ({"model": "dcn_v2", "low_rank_dim": -1}, "low_rank_dim must be a positive"),
         ({"model": "dlrm", "bottom_mlp": (8, -1)}, "bottom_mlp must be at least one positive"),
         ({"combiner": {"genres": "max"}}, "combiner must be one of mean, sum, sqrtn, .*'genres'"),
         ({"clip_tables": "C1"}, "clip_tables must be a list of names .*'C1'"),
-        ({"clip_tables": []}, "clip_tables must be a list of names .*each once"),
         ({"clip_tables": ["C1", "C1"]}, "each once"),
         ({"clip_tables": ["C1"], "rule": "linear"}, "clip_tables needs a clip rule"),
         ({"dense_schedule": "wave"}, "dense_schedule must be one of exponential, .*'wave'"),
@@ -152,7 +135,6 @@ def test_from_dict_refuses(values, message):
         ({"dense_schedule": {"name": "cosine", "x": 1}}, "has the parameters to, epochs. .*'x'"),
         ({"embedding_schedule": {"name": "cosine", "to": -1}}, "embedding_schedule to must be"),
         ({"seed": 2**32}, "seed must be a whole number from 0 to 4294967295. .*4294967296"),
-        ({"epochs": 2.5}, "epochs must be a positive whole number. .*2.5"),
         ({"batch_size": 0}, "batch_size must be a positive whole number. .*batch_size=0"),
         ({"deterministic": 1}, "deterministic must be true or false"),
     ],
@@ -168,36 +150,20 @@ def test_options_are_refused_by_name(options, message):
 
 def test_the_identity_is_golden():
     """Runs are found again by it: a version that changes one of these loses them."""
-    found = [TrainConfig(**{"rule": "cowclip", **options}) for options in CONFIGS]
-    assert [config.identity[:16] for config in found] == GOLDEN
-
-
-def test_the_identity_of_another_process_is_the_same():
-    program = (
-        "from merlin_cowclip.workflows.training.configuration import TrainConfig\n"
-        "print(TrainConfig(model='lr', combiner={'tags': 'sqrtn', 'genres': 'sum'}).identity)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONHASHSEED": "17", "PYTHONPATH": ":".join(sys.path)},
-    )
-    assert done.stdout.strip() == TrainConfig(**CONFIGS[-1]).identity
+    configs = [TrainConfig(**{"rule": "cowclip", **options}) for options in CONFIGS]
+    assert [config.identity[:16] for config in configs] == GOLDEN
 
 
 def test_what_differs_has_another_identity():
-    identities = {TrainConfig(**options).identity for options in CONFIGS}
     fields = {
         **{"model": "dcn", "batch_size": 2048, "rule": "linear", "l2": 1e-4, "epochs": 1},
         **{"seed": 0, "update": "lazy", "deterministic": False, "embedding_dim": 4, "mlp": (8,)},
         **{"combiner": "sum", "clip_tables": ("C1",), "dense_schedule": "constant"},
         **{"embedding_schedule": {"name": "exponential", "rate": 0.5}, "tables": "sharded"},
+        **{"precision": "mixed_float16", "patience": 2, "micro_batch": 8, "ema": 0.9},
     }
     changed = {TrainConfig(**{name: value}).identity for name, value in fields.items()}
     assert len(changed | {TrainConfig().identity}) == len(fields) + 1
-    assert len(identities) == len(CONFIGS)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +203,6 @@ def test_schedules(schedule, factors):
     """A quarter of an epoch of seven updates is no whole number of them."""
     rate, steps = 3e-3, 7
     config = TrainConfig(rule="none", dense_lr=rate, dense_schedule=schedule, epochs=10)
-    made = schedule_of(config, "dense", steps)
-    found = [float(made(step)) for step in range(10 * steps)]
+    rates = list(map(schedule_of(config, "dense", steps), range(10 * steps)))
     expected = [rate * factors(step / steps) for step in range(10 * steps)]
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-9)
+    np.testing.assert_allclose(rates, expected, rtol=1e-4, atol=1e-9)
