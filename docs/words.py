@@ -1,6 +1,6 @@
 """Print the words of each page, and its sentences that are long or have words readers stumble over.
 
-    make words
+make words
 """
 
 from __future__ import annotations
