@@ -60,7 +60,7 @@ def test_rare_ids_are_counted_at_each_batch_size(parts, executed):
     (line,) = re.findall(r"^all fields +(.*)$", table, re.MULTILINE)
     together = [f"{100 * pd.concat(found).mean():.1f}" for found in rare.values()]
     assert line.split()[-4:] == together
-    assert len(executed.shown("image/png")) == 2
+    assert len(executed.shown("image/png")) == 1
 
 
 def test_new_rows_are_encoded_as_the_log_was(raw, executed):
