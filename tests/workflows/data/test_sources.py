@@ -3,7 +3,9 @@
 import dataclasses
 import gzip
 import os
+import re
 import tempfile
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +26,6 @@ from merlin_cowclip.workflows.data.spec import AVAZU, CRITEO, DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError
 
 SPEC = DatasetSpec("toy", "y", ("a", "b"))
-NO_HEADER = dataclasses.replace(SPEC, header=False, columns=("y", "a", "c"))
 HEAD = "y,a,b\n"
 MARK = b"\xef\xbb\xbf"
 
@@ -32,11 +33,6 @@ MARK = b"\xef\xbb\xbf"
 def rows_of(source, size=1 << 20):
     batches = [batch for chunk in source.chunks(size) for batch in source.batches(chunk)]
     return [tuple(row.values()) for batch in batches for row in batch.to_pylist()]
-
-
-def checked_rows(source):
-    source.check()
-    return rows_of(source)
 
 
 def source(path, text, spec=SPEC, **options):
@@ -99,30 +95,27 @@ def test_only_a_file_with_quotes_is_one_part(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "line"),
+    "rows",
     [
-        ({51: '0,x,"open'}, 52),
-        ({51: '1,"a\nb","open'}, 52),
-        ({51: '0,"open,i'}, 52),
+        {51: '1,"a\nb","open'},
+        {51: '0,"open,i'},
         # As many cells as there should be: only the text behind the closing quote tells.
-        ({51: '0,"u,i', 90: '1,"u,i"'}, 52),
+        {51: '0,"u,i', 90: '1,"u,i"'},
     ],
 )
-@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
-def test_an_open_quote_swallows_no_rows(tmp_path, name, rows, line):
+def test_an_open_quote_swallows_no_rows(tmp_path, rows):
     lines = ["y,a,b", *(f"{i % 2},u{i},i{i}" for i in range(100))]
     for place, row in rows.items():
         lines[place] = row
-    with pytest.raises(UserError, match=f"{name}, line {line}: a quoted cell is not closed"):
-        rows_of(source(tmp_path / name, "\n".join(lines)))
+    with pytest.raises(UserError, match="log.csv, line 52: a quoted cell is not closed"):
+        rows_of(source(tmp_path / "log.csv", "\n".join(lines)))
 
 
-@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
-def test_a_blank_line_of_one_column_is_a_missing_value(tmp_path, name):
+def test_a_blank_line_of_one_column_is_a_missing_value(tmp_path):
     """As `cut -d, -f2` writes it."""
     spec = DatasetSpec(name="toy", label="y", categorical=("a",))
     for blank in ("", '""'):
-        log = source(tmp_path / name, f"a\nu\n{blank}\nv\n", spec, labelled=False)
+        log = source(tmp_path / "log.csv", f"a\nu\n{blank}\nv\n", spec, labelled=False)
         log.check()
         assert rows_of(log) == [("u",), (None,), ("v",)]
 
@@ -130,8 +123,7 @@ def test_a_blank_line_of_one_column_is_a_missing_value(tmp_path, name):
 # Places
 
 
-@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
-@pytest.mark.parametrize("size", [50, 1 << 20])
+@pytest.mark.parametrize(("name", "size"), [("log.csv", 50), ("log.csv.gz", 1 << 20)])
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -157,31 +149,17 @@ def test_lines_of_a_file_with_line_ends_in_cells(tmp_path):
         rows_of(log)
 
 
+AVAZU_HEADER = ",".join(["id", "click", *AVAZU.categorical])
+
+
 @pytest.mark.parametrize(
     ("spec", "text", "message"),
     [
-        (
-            CRITEO,
-            ",".join(["id", "click", *AVAZU.categorical]) + "\n1,0\n",
-            r"log.csv is not as specification 'criteo' says: expected 40 columns .*, found 1\. Set",
-        ),
-        (
-            AVAZU,
-            "0" + "\t" * 39,
-            r"'avazu' says: expected at least 23 columns separated by ',', found 1",
-        ),
-        (
-            SPEC,
-            "y;a;b\n",
-            r"'toy' says: expected at least 3 columns separated by ',', found 1. Set separator",
-        ),
-        (SPEC, "y,A,b\n", r"log.csv has no column 'a' of data set 'toy'. It has: 'y', 'A', 'b'"),
-        (SPEC, "y,a,b,a\n", r"two columns named 'a'"),
-        (
-            NO_HEADER,
-            "1,x,z\n",
-            r"log.csv has no column 'b' of .* It has: 'y', 'a', 'c'",
-        ),
+        (CRITEO, f"{AVAZU_HEADER}\n1,0\n", "expected 40 tab-sep.*, found 1.*`prepare avazu`"),
+        (AVAZU, "0" + "\t" * 39, "expected at least 23 comma-sep.*, found 1.*prepare criteo"),
+        (SPEC, "y;a;b\n", r"Toy format \(expected at least 3 comma-sep.*, found 1\).*separator"),
+        (SPEC, "y,A,b\n", "log.csv has no column 'a' of data set 'toy'. It has: 'y', 'A', 'b'"),
+        (SPEC, "y,a,b,a\n", "two columns named 'a'"),
         (SPEC, "\n\n", "has no rows"),
         (SPEC, HEAD.encode("utf-16"), "not a CSV file in UTF-8.*parquet, set format = 'parquet'"),
     ],
@@ -191,20 +169,19 @@ def test_another_format(tmp_path, spec, text, message):
         source(tmp_path / "log.csv", text, spec).check()
 
 
-@pytest.mark.parametrize(
-    "compress", [gzip.compress, lambda text: pa.Codec("zstd").compress(text, asbytes=True)]
-)
-def test_compressed_files(tmp_path, compress):
+@pytest.mark.parametrize("kind", ["gzip", "zstd"])
+def test_compressed_files(tmp_path, kind):
     """Whatever their names; several compressed files may follow each other."""
+    compress = partial(pa.Codec(kind).compress, asbytes=True)
     rows = [f"{i % 2},u{i},i{i * i}\n" for i in range(20_000)]
     packed = compress((HEAD + "".join(rows[:9])).encode()) + compress("".join(rows[9:]).encode())
     assert len(rows_of(source(tmp_path / "log.csv", packed))) == 20_000
-    for harmed, reason in (
+    for damaged, reason in (
         (packed[:-2_000], "Truncated compressed stream"),
         (packed[:-8] + bytes(8), "(zlib inflate|ZSTD decompress) failed"),
     ):
         with pytest.raises(UserError, match=f"cannot read input file .*log.csv: {reason}"):
-            rows_of(source(tmp_path / "log.csv", harmed))
+            rows_of(source(tmp_path / "log.csv", damaged))
 
 
 # Spellings
@@ -232,26 +209,31 @@ def test_spellings_of_missing_values_and_labels(tmp_path, kind):
     assert rows_of(log) == [(1, None, None, tags), (0, 1.0, "x", ["u", None])]
 
 
-def test_another_spelling_of_a_label(tmp_path):
-    for label in ("no", " True"):
-        log = source(tmp_path / "log.csv", f"y,a,n,t\nTrue,x,1,u\n{label},x,1,u\n", SPELT)
-        message = f"line 3, column 'y': the label is '{label}' instead of 'False' or 'True'"
-        with pytest.raises(UserError, match=message):
-            rows_of(log)
-
-
 @pytest.mark.parametrize("label", [-1, 2, 0.5])
 def test_a_number_that_is_no_label(tmp_path, label):
     """-1 and 1 are the labels of many other tools."""
     spec = DatasetSpec("toy", "y", ("a",))
-    message = f"2, column 'y': the label is '{label}' instead of '0' or '1'"
-    with pytest.raises(UserError, match=f"line {message.replace('2', '3', 1)}"):
+    words = f"column 'y': the label is '{label}' instead of '0' or '1'"
+    with pytest.raises(UserError, match=f"line 3, {words}"):
         rows_of(source(tmp_path / "log.csv", f"y,a\n1,x\n{label},x\n", spec))
-    pq.write_table(pa.table({"y": [1, label], "a": ["x", "x"]}), tmp_path / "log.parquet")
-    with pytest.raises(UserError, match=f"row {message}"):
-        rows_of(
-            ParquetSource(dataclasses.replace(spec, format="parquet"), tmp_path / "log.parquet")
-        )
+    table = pa.table({"y": [1, 1, label], "a": ["x", "x", "x"]})
+    pq.write_table(table, tmp_path / "log.parquet", row_group_size=2)
+    log = ParquetSource(dataclasses.replace(spec, format="parquet"), tmp_path / "log.parquet")
+    with pytest.raises(UserError, match=f"row 3, {words}"):
+        rows_of(log, 1)
+
+
+@pytest.mark.parametrize(
+    ("cell", "separator"), [("[3, 0]", "|"), ('[""a"", ""b""]', ";"), ("[3 0]", " "), ("[]", "|")]
+)
+def test_lists_in_brackets(tmp_path, cell, separator):
+    """As pandas and NumPy write lists into a CSV file."""
+    spec = DatasetSpec("toy", "y", (), (), ("t",), list_separator=separator)
+    log = source(tmp_path / "log.csv", f'y,t\n1,[deleted]\n1,\n0,"{cell}"\n', spec)
+    with pytest.raises(
+        UserError, match=rf"line 4, column 't': the list .*{re.escape(repr(separator))} between"
+    ):
+        rows_of(log)
 
 
 @pytest.mark.parametrize(("cell", "separator"), [("[3, 0]", ","), ("['a' 'b']", " "), ("[]", "|")])
@@ -269,35 +251,34 @@ def test_ids_of_lists_may_have_brackets(tmp_path):
     assert rows_of(log) == [(1, ["[deleted]", "[a]"]), (0, ["[]", "x[1]"]), (1, ["[x"])]
 
 
-@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
 @pytest.mark.parametrize("head", ['u:token,"a\nb",y', "\ufeffu,x:float,y:label"])
-def test_columns_rename_those_of_a_header(tmp_path, name, head):
+def test_columns_rename_those_of_a_header(tmp_path, head):
     """As pandas.read_csv(header=0, names=…) does."""
     spec = DatasetSpec("toy", "y", ("u", "b"), columns=("u", "b", "y"))
     lines = [f"{i},x{i},{i % 2}" for i in range(50)]
-    text = "\n".join([head, *lines, ""])
-    log = source(tmp_path / name, text, spec)
+    log = source(tmp_path / "log.csv", "\n".join([head, *lines, ""]), spec)
     read = pd.read_csv(log.path, header=0, names=spec.columns, dtype=str)
     assert log.has_label()
     log.check()
-    for size in (1, 100, 1 << 20):
-        found = rows_of(log, size)
-        assert found == [(int(y), u, b) for u, b, y in read.itertuples(index=False, name=None)]
-    assert len(found) == 50
-    line = 42 + 1 + head.count("\n")
-    for label in "2?":
-        lines[41] = f"41,x41,{label}"
-        log = source(tmp_path / name, "\n".join([head, *lines]), spec)
-        with pytest.raises(UserError, match=rf"line {line}, column 'y': .*[{label}]"):
-            checked_rows(log)
-    unlabelled = "\n".join(["u,b", *(row[:-2] for row in lines)])
-    log = source(tmp_path / name, unlabelled, spec, labelled=False)
+    for size in (1, 1 << 20):
+        rows = read.itertuples(index=False, name=None)
+        assert rows_of(log, size) == [(int(y), u, b) for u, b, y in rows]
+    lines[41] = "41,x41,2"
+    log = source(tmp_path / "log.csv", "\n".join([head, *lines]), spec)
+    with pytest.raises(UserError, match=rf"line {43 + head.count(chr(10))}, column 'y': .*2"):
+        rows_of(log)
+
+
+def test_columns_of_a_header_at_another_place_or_without_the_label(tmp_path):
+    spec = DatasetSpec("toy", "y", ("u", "b"), columns=("u", "b", "y"))
+    log = source(tmp_path / "log.csv", "u,b\n0,x0\n", spec, labelled=False)
     assert not log.has_label()
-    assert checked_rows(log)[:2] == [("0", "x0"), ("1", "x1")]
-    log = source(tmp_path / name, "b,u:token,y\nx0,0,1\n", spec)
+    log.check()
+    assert rows_of(log) == [("0", "x0")]
+    log = source(tmp_path / "log.csv", "b,u:token,y\nx0,0,1\n", spec)
     with pytest.raises(UserError, match="has 'b' at another place .* the order of the header"):
         log.check()
-    source(tmp_path / name, "u,u,y\nx0,0,1\n", spec).check()  # two columns with one name
+    source(tmp_path / "log.csv", "u,u,y\nx0,0,1\n", spec).check()  # two columns with one name
 
 
 # Parquet
@@ -308,7 +289,6 @@ def test_columns_rename_those_of_a_header(tmp_path, name, head):
     [
         (pa.array([3, None, 2**62 + 1]), ["3", None, str(2**62 + 1)]),
         (pa.array([3.0, None, float("nan"), -7.0]), ["3", None, None, "-7"]),
-        (pa.array(["a", "", None]), ["a", None, None]),
         (pa.array(["a", "", None]).dictionary_encode()[1:], [None, None]),
         (pa.array([True, False]), ["true", "false"]),
         (pa.array([b"a", None]), ["a", None]),
@@ -316,7 +296,7 @@ def test_columns_rename_those_of_a_header(tmp_path, name, head):
         (pa.array([["a", ""], None, []])[1:], [[], []]),
         (pa.array([[1, None], None]), [["1", None], []]),
     ],
-    ids=lambda value: str(getattr(value, "type", "")),
+    ids=str,
 )
 def test_ids_as_text(ids, texts):
     assert ids_as_text(ids, isinstance(texts[-1], list)).to_pylist() == texts
@@ -351,7 +331,7 @@ def test_parquet_types(tmp_path):
         pq.write_table(pa.table({**columns, name: values}), tmp_path / "log.parquet")
         log = ParquetSource(spec, tmp_path / "log.parquet")
         with pytest.raises(UserError, match=message):
-            checked_rows(log)
+            rows_of(log)
     pq.write_table(pa.table({**columns, "n": ["1.5", ""], "y": ["1", "0"]}), log.path)
     assert rows_of(log) == [(1, 1.5, "x", ["u"]), (0, None, "z", [])]
     pq.write_table(pa.table({**columns, "t": ["u|v", ""]}), log.path)
@@ -392,52 +372,38 @@ def test_folders_and_globs(tmp_path):
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_hive_partitions(tmp_path, kind):
-    spec = DatasetSpec(
-        *("toy", "y", ("site", "ad"), ("hour",)), format=kind, split=Split("time", 0.5, "day")
-    )
-    frame = pd.DataFrame(
-        {
-            "y": [0, 1, 1, 0],
-            "ad": [1, 2, 3, 4],
-            "site": ["a b", None, "c", "c"],
-            "hour": [1, 2, 1, 2],
-        }
-    )
-    days = ["2024-01-01", "2024-01-02"] * 2
-    frame["day"] = days
+    roles = ("y", ("site", "ad"), ("hour",))
+    spec = DatasetSpec("toy", *roles, format=kind, split=Split("time", 0.5, "day"))
+    columns = {"y": [0, 1, 1, 0], "hour": [1, 2, 1, 2], "site": ["a b", None, "c", "c"]}
+    frame = pd.DataFrame({**columns, "ad": [1, 2, 3, 4], "day": ["2024-01-01", "2024-01-02"] * 2})
     frame.to_parquet(tmp_path / "logs", partition_cols=["day", "site", "hour"])
-    found = []
+    rows = []
     for path, root in expand_paths(tmp_path / "logs").items():
         if kind == "csv":
             pq.ParquetFile(path).read().to_pandas().to_csv(path, index=False)
         log = READERS[kind](spec, path, root=root)
         assert log.names == ("y", "ad", "day", "site", "hour")
-        assert log.has_label()
         log.check()
-        found += rows_of(log)
-    expected = frame[["y", "hour", "site", "ad", "day"]].astype({"ad": str, "hour": float})
-    expected = expected.assign(day=pd.to_datetime(days, utc=True))
+        rows += rows_of(log)
+    expected = frame.astype({"ad": str, "hour": float})
+    expected["day"] = pd.to_datetime(frame["day"], utc=True)
     expected = expected.astype(object).where(expected.notna(), None)
-    assert sorted(found, key=str) == sorted(expected.itertuples(index=False, name=None), key=str)
+    assert sorted(rows, key=str) == sorted(expected.itertuples(index=False, name=None), key=str)
 
 
-def test_hive_columns_come_from_below_the_input(tmp_path, monkeypatch):
+def test_hive_columns_come_from_below_the_input(tmp_path):
     """As pandas reads a folder or a file; a glob counts from its first folder without a pattern."""
     home = tmp_path / "user=alice" / "logs"
-    pd.DataFrame({"y": [1], "day": [2], "hour": [3]}).to_parquet(
-        home, partition_cols=["day", "hour"]
-    )
+    frame = pd.DataFrame({"y": [1], "day": [2], "hour": [3]})
+    frame.to_parquet(home, partition_cols=["day", "hour"])
     (file,) = home.rglob("*.parquet")
-    monkeypatch.chdir(home)
     for inputs, columns in (
         (home, ["day", "hour"]),
         (home / "day=2", ["hour"]),
         (file, []),
-        (".", ["day", "hour"]),
         (f"{home}/*/hour=*", ["day", "hour"]),
         (f"{home}/day=2/**/*.parquet", ["hour"]),
         (f"{tmp_path}/*/logs", ["user", "day", "hour"]),
-        ("day=*/*/*", ["day", "hour"]),
     ):
         ((path, root),) = expand_paths(inputs).items()
         spec = DatasetSpec("toy", "y", ("day",), format="parquet")
