@@ -76,6 +76,13 @@ def test_texts_of_one_hash_are_refused(monkeypatch, tmp_path):
         write_vocabulary(tmp_path, "a", [pa.array(["x", "y"])], counts, Vocabulary.empty(1))
 
 
+def test_lists_of_a_slice():
+    words = Vocabulary.of_hashes(vocabulary.hash_of(np.array(["a", "b"], object)))
+    encoder = Encoder(DatasetSpec("log", "y", ("id",), lists=("l",)), {"l": words}, {})
+    lists = pa.array([["b"], ["a", None], [], ["b", "x"]])
+    assert encoder.encode("l", lists[1:]).to_pylist() == [[3, 1], [], [4, 2]]
+
+
 # Numbers
 
 numbers = st.lists(st.floats(-1e300, 1e300) | st.just(math.nan), min_size=1, max_size=8)
