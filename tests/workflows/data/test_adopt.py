@@ -310,14 +310,6 @@ def test_ids_of_ones_own_from_0(tmp_path):
     assert read_counts(data, "genres")["count"].to_pylist() == [2, 1, 1]
 
 
-def test_an_empty_text_is_an_id(tmp_path):
-    log = pd.DataFrame({"ad": ["", "a", "", None], "click": [0, 1, 1, 0]})
-    ids = ["ad"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
-    counts = adopted_from(tmp_path, log, ids + clicks()).counts("ad")
-    assert counts["raw"].tolist() == [None, None, None, "", "a"]
-    assert counts["count"].tolist() == [0, 1, 0, 2, 1]
-
-
 def test_numbers_that_are_not_scaled_are_noted(tmp_path):
     """Training on times of 1.6e9 ends at AUC 0.5."""
     log = pd.DataFrame({"ad": [*"abab"], "time": [1.6e9, 1.61e9, 1.62e9, 1.6e9], "low": -1001.0})

@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,31 +94,6 @@ def test_parquet(tmp_path, spoil, words):
 
 
 # Files, folders and the machine
-
-
-@pytest.mark.parametrize(
-    ("name", "mode", "words"),
-    [
-        ("log.csv", 0, "cannot read input file … log.csv … Permission denied"),
-        ("new", 0o555, "can be written … new"),
-    ],
-)
-def test_what_may_not_be_read_or_written(name, mode, words):
-    """As another user, for root may do everything."""
-    folder, root = Path(tempfile.mkdtemp(prefix="cowclip-")), os.geteuid() == 0
-    argv = preparing(folder)
-    (folder / "new").mkdir()
-    (folder / "new").chmod(0o777)
-    (folder / name).chmod(mode)
-    folder.chmod(0o777)
-    try:
-        if root:
-            os.setresuid(65534, 65534, 0)  # os.access asks for the real one
-        check(argv, words, folder)
-    finally:
-        if root:
-            os.setresuid(0, 0, 0)
-        shutil.rmtree(folder)
 
 
 def test_a_log_that_changes_while_it_is_read(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Fields of every kind, by pandas and NumPy: in the parts, in the saved workflow, as raw rows."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pandas as pd
@@ -44,7 +45,7 @@ SPEC = DatasetSpec(
     hash_only={"device": 64},
     log1p=("price",),
     standardize=("age",),
-    quantiles={"income": 50},
+    quantiles={"income": 70},
     label_above=3,
     hour="when",
     weekday="when",
@@ -93,10 +94,10 @@ def test_numbers_and_labels(data, log):
     np.testing.assert_allclose(rows["price"], unit, atol=1e-6)
     standard = (test["age"] - train["age"].mean()) / train["age"].std(ddof=0)
     np.testing.assert_allclose(rows["age"], standard, atol=1e-5)
-    ranks = [max(TRAIN * k // 50, 1) - 1 for k in range(51)]
+    ranks = [max(math.ceil(TRAIN * k / 70), 1) - 1 for k in range(71)]
     quantiles = np.sort(train["income"])[ranks]
     assert data.record["ranges"]["income"] == quantiles.tolist()
-    expected = np.interp(test["income"], quantiles, np.arange(51) / 50)
+    expected = np.interp(test["income"], quantiles, np.arange(71) / 70)
     np.testing.assert_allclose(rows["income"], expected, atol=1e-6)
 
 

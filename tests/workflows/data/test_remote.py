@@ -34,7 +34,6 @@ FILES = {
     "log.csv.gz": gzip.compress(TEXT),
     "log.csv.zst": pa.Codec("zstd").compress(TEXT, asbytes=True),
     "log.parquet": FRAME.to_parquet(),
-    "bad.csv": TEXT.replace(b"1,u4999,1.5", b"2,u4999,1.5"),
     "days/day=10/b.csv": b"y,a,n\n1,b,2\n",
     "days/day=9/a b.csv": b"y,a,n\n0,a,1\n",
     "days/day=9/_temporary/a.csv": b"y,a,n\n",
@@ -186,13 +185,6 @@ def test_urls_that_cannot_be_read(url, message):
     with pytest.raises(UserError, match=message) as caught:
         expand_paths(url)
     assert "secret" not in str(caught.value)
-
-
-def test_a_bad_value_is_named_by_url_and_line(bucket):
-    log = source(bucket.url("bad.csv"))
-    with pytest.raises(UserError) as caught:
-        rows_of(log, 20_000)
-    assert f"{log.path}, line 5001, column 'y': the label is '2'" in str(caught.value)
 
 
 def test_a_connection_that_breaks(web, monkeypatch):

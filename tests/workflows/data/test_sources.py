@@ -2,7 +2,6 @@
 
 import dataclasses
 import gzip
-import os
 import re
 import tempfile
 from functools import partial
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 
 from merlin_cowclip.workflows.data.prepare.pipeline import READERS
 from merlin_cowclip.workflows.data.sources import csv
-from merlin_cowclip.workflows.data.sources.base import ids_as_text
+from merlin_cowclip.workflows.data.sources.base import ids_as_text, times_of, without_place
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.sources.files import expand_paths
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
@@ -143,12 +142,6 @@ def test_a_bad_value_is_named_by_line_and_column(tmp_path, name, size, row, word
         rows_of(log, size)
 
 
-def test_lines_of_a_file_with_line_ends_in_cells(tmp_path):
-    log = source(tmp_path / "log.csv", HEAD + '1,"a\n\nb",c\n' * 5 + "2,u,v\n")
-    with pytest.raises(UserError, match=r"log.csv, line 17, column 'y': the label is '2'"):
-        rows_of(log)
-
-
 AVAZU_HEADER = ",".join(["id", "click", *AVAZU.categorical])
 
 
@@ -176,37 +169,22 @@ def test_compressed_files(tmp_path, kind):
     rows = [f"{i % 2},u{i},i{i * i}\n" for i in range(20_000)]
     packed = compress((HEAD + "".join(rows[:9])).encode()) + compress("".join(rows[9:]).encode())
     assert len(rows_of(source(tmp_path / "log.csv", packed))) == 20_000
-    for damaged, reason in (
-        (packed[:-2_000], "Truncated compressed stream"),
-        (packed[:-8] + bytes(8), "(zlib inflate|ZSTD decompress) failed"),
-    ):
-        with pytest.raises(UserError, match=f"cannot read input file .*log.csv: {reason}"):
-            rows_of(source(tmp_path / "log.csv", damaged))
+    with pytest.raises(UserError, match="input file .*log.csv: Truncated compressed stream"):
+        rows_of(source(tmp_path / "log.csv", packed[:-2_000]))
 
 
 # Spellings
 
 
-SPELT = DatasetSpec(
-    *("toy", "y", ("a",), ("n",), ("t",)), null_values=("\\N",), label_values=("False", "True")
-)
-
-
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_spellings_of_missing_values_and_labels(tmp_path, kind):
-    if kind == "csv":
-        text = "y,a,n,t\nTrue,\\N,\\N,\\N\nFalse,x,1,u|\\N\n"
-        log = source(tmp_path / "log.csv", text, SPELT)
-    else:
-        categories = pa.array(["\\N", "x"]).dictionary_encode()
-        columns = {"y": ["True", "False"], "a": categories, "n": ["\\N", "1"]}
-        columns["t"] = [["\\N"], ["u", "\\N"]]
-        pq.write_table(pa.table(columns), tmp_path / "log.parquet")
-        spec = dataclasses.replace(SPELT, format="parquet")
-        log = ParquetSource(spec, tmp_path / "log.parquet")
-    log.check()
-    tags = [] if kind == "csv" else [None]  # an empty cell is an empty list
-    assert rows_of(log) == [(1, None, None, tags), (0, 1.0, "x", ["u", None])]
+def test_spellings_of_missing_values_and_labels(tmp_path):
+    categories = pa.array(["\\N", "x"]).dictionary_encode()
+    columns = {"y": ["True", "False"], "a": categories, "n": ["\\N", "1"]}
+    table = pa.table({**columns, "t": [["\\N"], ["u", "\\N"]]})
+    pq.write_table(table, tmp_path / "log.parquet")
+    options = {"null_values": ("\\N",), "label_values": ("False", "True"), "format": "parquet"}
+    spec = DatasetSpec("toy", "y", ("a",), ("n",), ("t",), **options)
+    log = ParquetSource(spec, tmp_path / "log.parquet")
+    assert rows_of(log) == [(1, None, None, [None]), (0, 1.0, "x", ["u", None])]
 
 
 @pytest.mark.parametrize("label", [-1, 2, 0.5])
@@ -321,21 +299,66 @@ def test_what_is_no_id(ids, message):
 def test_parquet_types(tmp_path):
     spec = DatasetSpec("toy", "y", ("a",), ("n",), ("t",), format="parquet")
     columns = {"y": [1, 0], "a": ["x", "z"], "n": [1.0, None], "t": [["u"], []]}
+    log = ParquetSource(spec, tmp_path / "log.parquet")
     for name, values, message in (
-        ("y", [1, 2], r"row 2, column 'y': the label is '2' instead of '0' or '1'"),
-        ("n", [1.0, float("inf")], r"row 2, column 'n': the number is inf"),
-        ("n", ["1", "x"], r"cannot read column 'n' of .*: .*'x'"),
-        ("t", [1, 2], r"cannot read column 't' of .*: it is int64, not a list"),
-        ("a", [["x"], []], r"cannot read column 'a' of .*: it is list"),
+        ("n", [1.0, float("inf")], "row 2, column 'n': the number is inf"),
+        ("n", ["1", "x"], "cannot read column 'n' of .*: .*'x'"),
+        ("t", [1, 2], "cannot read column 't' of .*: it is int64, not a list"),
+        ("a", [["x"], []], "cannot read column 'a' of .*: it is list"),
     ):
-        pq.write_table(pa.table({**columns, name: values}), tmp_path / "log.parquet")
-        log = ParquetSource(spec, tmp_path / "log.parquet")
+        pq.write_table(pa.table({**columns, name: values}), log.path)
         with pytest.raises(UserError, match=message):
             rows_of(log)
-    pq.write_table(pa.table({**columns, "n": ["1.5", ""], "y": ["1", "0"]}), log.path)
-    assert rows_of(log) == [(1, 1.5, "x", ["u"]), (0, None, "z", [])]
-    pq.write_table(pa.table({**columns, "t": ["u|v", ""]}), log.path)
-    assert rows_of(log) == [(1, 1.0, "x", ["u", "v"]), (0, None, "z", [])]
+    texts = {"n": ["1.5", ""], "y": ["1", "0"], "t": ["u|v", ""]}
+    pq.write_table(pa.table({**columns, **texts}), log.path)
+    assert rows_of(log) == [(1, 1.5, "x", ["u", "v"]), (0, None, "z", [])]
+
+
+# Times
+
+
+LATE = pd.Timestamp("2024-08-28 23:50", tz="UTC")
+ISO_8601 = ["2024-08-28T23:50Z", "2024-08-29 05:20:00+05:30", "2024-08-28T12:50-1100"]
+ISO_8601 += ["2024-08-28 23:50", "2024-08-29 13:50:00.000000001+14", "2024-08-28T23:50:00,0"]
+
+
+@pytest.mark.parametrize(
+    ("column", "layout"),
+    [
+        (pa.array([1724889000, 1724889000.0]), None),
+        (pa.array([LATE.tz_localize(None)], pa.timestamp("s")), None),
+        (pa.array([LATE + pd.Timedelta(1)], pa.timestamp("ns", "Asia/Kolkata")), None),
+        (pa.array(ISO_8601), None),
+        (pa.array(["28/08/2024 23:50"]).dictionary_encode(), "%d/%m/%Y %H:%M"),
+    ],
+)
+def test_times_of_any_form_are_instants(column, layout):
+    """Text without a zone is UTC, whatever the zone of the text before."""
+    times = times_of(column, "t", timed(layout), without_place, may_be_missing=False)
+    assert times.type in (pa.float64(), pa.timestamp("us", "UTC"))
+    seconds = times.cast(pa.timestamp("s", "UTC") if times.type != pa.float64() else times.type)
+    assert set(seconds.cast(pa.int64()).to_pylist()) == {LATE.timestamp()}
+
+
+@pytest.mark.parametrize(
+    ("column", "layout", "message"),
+    [
+        (pa.array(["9/9/2024"]), None, "'9/9/2024' is not a number, a timestamp or ISO 8601. Set"),
+        (pa.array(["2024-09-31"]), None, "the time '2024-09-31' is not a number"),
+        (pa.array(["30/02/2024"]), "%d/%m/%Y", "'30/02/2024' is not in time_format '%d/%m/%Y'"),
+        (pa.array(["7", "noon"]), None, "the time 'noon' is not"),
+        (pa.array(["7", "inf"]), None, "the time 'inf' is not"),
+        (pa.array([None, 7.0]), None, "the time is missing"),
+        (pa.array([1092024]), "%d%m%Y", "it is int64, not text in the time_format"),
+    ],
+)
+def test_times_of_no_form_are_refused(column, layout, message):
+    with pytest.raises((UserError, ValueError), match=message):
+        times_of(column, "t", timed(layout), without_place, may_be_missing=False)
+
+
+def timed(layout: str | None) -> DatasetSpec:
+    return dataclasses.replace(SPEC, split=Split("time", 0.5, "t", time_format=layout))
 
 
 # Files and folders
@@ -353,18 +376,13 @@ def test_folders_and_globs(tmp_path):
     for inputs in (home, f"{home}/*", f"{home}/**/*", f"{home}/*/*.csv", days):
         assert list(expand_paths(inputs)) == days
     assert list(expand_paths(home / "day_9" / "_temporary")) == [home / "day_9/_temporary/a.csv"]
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "dangling.csv").symlink_to("gone")
     for inputs, message in (
         (home / "nowhere", "no input file found"),
         (home / "day_9" / "_SUCCESS", "_SUCCESS is empty"),
         (f"{tmp_path}/d*.csv", r"no input file found for .*/d\*.csv"),
-        (tmp_path / "pipe", "pipe is not a regular file"),
-        ("x" * 5_000, "cannot read input file xx"),
         ([], "no input file given"),
         ([days[0], home], "day_9/a.csv is given twice"),
-        ([days[0], days[0]], "day_9/a.csv is given twice"),
-        (home / "day_9" / "part-0.csv", "part-0.csv is empty"),
     ):
         with pytest.raises(UserError, match=message):
             expand_paths(inputs)
