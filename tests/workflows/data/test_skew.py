@@ -67,7 +67,7 @@ def test_rows_that_are_encoded_alike(tmp_path, capsys, monkeypatch):
     write(tmp_path, ids(tmp_path) + (["price"] >> ops.Normalize()) + means + label(), log())
     file = tmp_path / "train/part_0.parquet"
     rows = pd.read_parquet(file).sample(frac=1, random_state=1)
-    rows["price"] += np.random.default_rng(2).normal(0, 1e-6, ROWS)
+    rows["price"] += np.random.default_rng(2).normal(0, 1e-4, ROWS)
     rows.to_parquet(file, index=False, row_group_size=100)
     monkeypatch.setattr(skew, "ROWS", 50)
     options = ("--workflow", tmp_path / "workflow", "--label", "click", "--out", tmp_path / "data")
