@@ -46,9 +46,8 @@ def test_what_is_there_is_refused(tmp_path):
     for name in (".", "file", "link"):
         with pytest.raises(UserError, match="output folder must not exist. Received: "):
             refuse_existing(tmp_path / name)
-    for name in ("file/out", "n" * 256):
-        with pytest.raises(UserError, match="must be in a folder that can be written"):
-            refuse_existing(tmp_path / name)
+    with pytest.raises(UserError, match="must be in a folder that can be written"):
+        refuse_existing(tmp_path / "file" / "out")
     for url in ("s3://bucket/out", "hdfs://host:8020/out", "file:///tmp/out"):
         with pytest.raises(UserError, match=f"output file must be a local path. .*{Path(url)}"):
             refuse_existing(Path(url), "file")

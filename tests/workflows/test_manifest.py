@@ -33,7 +33,7 @@ def manifest(folder) -> dict:
 
 
 def check(folder, manifest) -> None:
-    check_manifest(folder, manifest, "a folder", "Write it again", ["inside"])
+    check_manifest(folder, manifest, "a folder", "Write it again")
 
 
 def test_a_manifest_has_size_rows_and_sha256(folder, manifest):
@@ -48,8 +48,7 @@ def test_a_manifest_has_size_rows_and_sha256(folder, manifest):
 
 
 def test_a_folder_as_it_was_passes_wherever_it_is(folder, manifest, tmp_path):
-    for name in ("another", "inside/.hidden-too"):
-        (folder / name).touch()
+    (folder / "another").touch()
     shutil.rmtree(folder / "left out")
     check(folder, manifest)
     check(Path(shutil.copytree(folder, tmp_path / "copied")), manifest)
@@ -64,12 +63,11 @@ def flip(path: Path, at: int) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("empty", Path.unlink, "empty, which is gone"),
-        ("empty", lambda p: p.write_bytes(b"x"), "empty, of 1 bytes, which had 0"),
-        ("inside/.hidden/text", lambda p: p.write_text("test"), "whose content has changed"),
-        ("large", lambda p: flip(p, 0), "large, whose content has changed"),
-        ("large", lambda p: flip(p, LARGE - 1), "large, whose content has changed"),
-        ("inside/new", Path.touch, "no other files in inside. Received: .*/inside/new,"),
+        ("empty", Path.unlink, r"empty cannot be read \(No such file"),
+        ("empty", lambda p: p.write_bytes(b"x"), r"empty has changed \(1 bytes; it had 0\)"),
+        ("inside/.hidden/text", lambda p: p.write_text("test"), "text has changed"),
+        ("large", lambda p: flip(p, 0), "large has changed"),
+        ("large", lambda p: flip(p, LARGE - 1), "large has changed"),
     ],
 )
 def test_what_changed_is_named(folder, manifest, name, damage, message):

@@ -58,7 +58,6 @@ def test_summary_and_table(data):
     result = frequencies(data, batch_sizes=SIZES, progress=False)
     summary = pd.read_parquet(result.path / "summary.parquet")
     pd.testing.assert_frame_equal(summary, result.summary)
-    assert (result.path / "frequencies.png").read_bytes().startswith(b"\x89PNG")
     assert summary["field"].tolist() == ["user", "item", "genres", None]
     rows = rows_of(data)
     columns = [rows[field].explode().dropna().value_counts() for field in data.spec.ids]
@@ -109,11 +108,3 @@ def test_id_0_is_padding_in_lists_only(data):
     summary = frequencies(data, progress=False).summary.set_index("field")
     assert summary.loc[["genres", "item"], "occurrences"].tolist() == [*expected.values()]
     assert summary.loc[["genres", "item"], "ids"].tolist() == [6, 2]
-
-
-def test_panels_show_the_counts():
-    (panel,) = module.plot({"a": np.array([1, 7, 0, 40, 7, 1, 1])}, 57, [8, 2, 16]).axes
-    curve, *lines = panel.lines
-    assert curve.get_xdata().tolist() == [0, 1, 3, 6]
-    assert curve.get_ydata().tolist() == [40, 7, 1, 1]
-    assert [line.get_ydata()[0] for line in lines] == [57 / 2, 57 / 16]

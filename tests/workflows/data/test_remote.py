@@ -18,7 +18,6 @@ from pyarrow import fs
 from merlin_cowclip.workflows.data.adopt.validate import open_files
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import file_state
-from merlin_cowclip.workflows.data.sources.base import unchanged
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.sources.files import expand_paths
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
@@ -175,16 +174,14 @@ def test_inputs_that_are_not_there(bucket, name):
     ("url", "message"),
     [
         ("s3://bucket/a?regio=x", "s3://bucket/a.*regio"),
-        ("s3://id:secret@bucket/a", r"must not have a password. Received: s3://…@bucket/a\. Set"),
         ("http://127.0.0.1:9/a.csv", "no input file found for http://127.0.0.1:9/a.csv. Check"),
         ("nowhere://a/b", "cannot read input file nowhere://a/b: Protocol not known: nowhere"),
         ("abfs://a/b", "cannot read input file abfs://a/b: Install adlfs"),
     ],
 )
 def test_urls_that_cannot_be_read(url, message):
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message):
         expand_paths(url)
-    assert "secret" not in str(caught.value)
 
 
 def test_a_connection_that_breaks(web, monkeypatch):

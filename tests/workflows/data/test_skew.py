@@ -81,7 +81,7 @@ def test_a_frame_whose_index_was_not_in_order(tmp_path):
     cities = ["city"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
     rows = ["row"] >> ops.AddMetadata(tags=[Tags.CONTINUOUS])
     write(tmp_path, cities + rows + label(), log().sample(frac=1, random_state=2))
-    words = r"\d+ of .* encoded otherwise .* makes 'city' \d+ instead of \d+ as in"
+    words = r"\d+ of .* encoded otherwise .*, first row \d+: {.*'city': \d+"
     with pytest.raises(UserError, match=words):
         checked(tmp_path)
     assert not (tmp_path / "data").exists()
