@@ -18,7 +18,6 @@ from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
     import nvtabular as nvt
-    from merlin.dag.ops.subgraph import Subgraph
     from nvtabular import ops
 
 pytestmark = pytest.mark.filterwarnings(
@@ -72,16 +71,11 @@ def means(out):
     return ["city"] >> ops.TargetEncoding("label", kfold=3, out_path=out)
 
 
-def within(_):
-    return ["visits"] >> Subgraph("inner", ["visits"] >> ops.LogOp())
-
-
 NEEDED = {
     by_two: {"visits", "weeks"},
     joined: {"weeks"},
     filtered: {"visits", "weeks", "label"},  # which of them it reads nobody knows
     means: {"city"},
-    within: {"visits"},
 }
 
 

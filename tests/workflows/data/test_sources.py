@@ -196,12 +196,6 @@ def test_a_number_that_is_no_label(tmp_path, label):
         rows_of(log, 1)
 
 
-def test_ids_of_lists_may_have_brackets(tmp_path):
-    text = "y,t\n1,[deleted]|[a]\n0,[]|x[1]\n1,[x\n"
-    log = source(tmp_path / "log.csv", text, DatasetSpec("toy", "y", (), (), ("t",)))
-    assert rows_of(log) == [(1, ["[deleted]", "[a]"]), (0, ["[]", "x[1]"]), (1, ["[x"])]
-
-
 @pytest.mark.parametrize("head", ['u:token,"a\nb",y', "\ufeffu,x:float,y:label"])
 def test_columns_rename_those_of_a_header(tmp_path, head):
     """As pandas.read_csv(header=0, names=…) does."""
