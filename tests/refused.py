@@ -10,39 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import pandas as pd
-
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 
 LONGEST = 600  # characters of a message, without the paths of the test
 NOISE = ("Traceback", 'File "', "Error(", "<class ", "0x7f", "WARNING", "Warning:", "oneDNN")
-
-
-TOY = DatasetSpec(
-    name="toy",
-    label="y",
-    categorical=("user", "item"),
-    continuous=("price",),
-    lists=("genres",),
-    split=Split("random", 0.3, valid=0),
-)
-
-
-def toy_log(path: Path, rows: int = 200, seed: int = 0, ids: int = 9) -> Path:
-    """A log of `TOY`."""
-    random = np.random.default_rng(seed)
-    pd.DataFrame(
-        {
-            "y": random.integers(0, 2, rows),
-            "user": random.integers(0, ids, rows),
-            "item": random.integers(0, 9, rows),
-            "price": random.normal(5, 3, rows).round(2),
-            "genres": [f"g{g}|g{g + 1}" for g in random.integers(0, 5, rows)],
-        }
-    ).to_csv(path, index=False)
-    return path
 
 
 class Done(NamedTuple):

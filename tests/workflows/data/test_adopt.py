@@ -308,6 +308,16 @@ def test_ids_of_ones_own_from_0(tmp_path):
     assert read_counts(data, "genres")["count"].to_pylist() == [2, 1, 1]
 
 
+def test_numbers_that_are_not_scaled_are_noted(tmp_path):
+    """Training on times of 1.6e9 ends at AUC 0.5."""
+    log = pd.DataFrame({"ad": [*"abab"], "time": [1.6e9, 1.61e9, 1.62e9, 1.6e9], "low": -1001.0})
+    numbers = ["time", "low", "fine"] >> ops.AddMetadata(tags=[Tags.CONTINUOUS])
+    ids = ["ad"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
+    log = log.assign(fine=1000.0, click=[0, 1, 1, 0])
+    (note,) = adopted_from(tmp_path, log, ids + numbers + clicks()).record["notes"]
+    assert note.startswith("numbers beyond ±1,000, with which training can fail: 'time', 'low'.")
+
+
 def halved(column):
     return column // 2
 

@@ -196,6 +196,15 @@ def test_a_number_that_is_no_label(tmp_path, label):
         rows_of(log, 1)
 
 
+@pytest.mark.parametrize(("cell", "separator"), [("[3, 0]", ","), ("['a' 'b']", " "), ("[]", "|")])
+def test_lists_in_brackets(tmp_path, cell, separator):
+    """As pandas and NumPy write lists into a CSV file; other ids may have brackets."""
+    spec = DatasetSpec("toy", "y", (), (), ("t",), list_separator=separator)
+    log = source(tmp_path / "log.csv", f'y,t\n1,[deleted]\n1,\n0,"{cell}"\n', spec)
+    with pytest.raises(UserError, match=r"log.csv, line 4, column 't': the list .* in brackets"):
+        rows_of(log)
+
+
 @pytest.mark.parametrize("head", ['u:token,"a\nb",y', "\ufeffu,x:float,y:label"])
 def test_columns_rename_those_of_a_header(tmp_path, head):
     """As pandas.read_csv(header=0, names=…) does."""
