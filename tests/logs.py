@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import numpy as np
 import pandas as pd
 
+from merlin_cowclip.workflows.data import synthetic
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
-from merlin_cowclip.workflows.data.synthetic import write_synthetic
 
 CLICKS = DatasetSpec(
     "clicks", "y", ("user", "item"), ("price",), ("genres",), split=Split("random", 0.3, valid=0)
@@ -61,7 +62,8 @@ def write_log(
 ) -> Path:
     """Write a log of `CLICKS` as CSV or parquet, or one in the format of Criteo or Avazu."""
     if kind in ("criteo", "avazu"):
-        write_synthetic(kind, path, rows=rows, seed=seed, cardinality=100)
+        with mock.patch.object(synthetic, "CALIBRATION_ROWS", 1_000):  # 100,000 take seconds
+            synthetic.write_synthetic(kind, path, rows=rows, seed=seed, cardinality=100)
     elif kind == "parquet":
         click_log(rows, seed).to_parquet(path)
     else:

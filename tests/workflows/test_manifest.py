@@ -1,7 +1,6 @@
 """A manifest knows a folder's files again; hashlib, pandas and the file system are the oracle."""
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def check(folder, manifest) -> None:
     check_manifest(folder, manifest, "a folder", "Write it again")
 
 
-def test_what_it_says(folder, manifest):
+def test_a_manifest_has_size_rows_and_sha256(folder, manifest):
     assert list(manifest) == ["empty", "inside/.hidden/text", "inside/part.parquet", "large"]
     assert manifest["inside/part.parquet"]["rows"] == 7
     for name, entry in manifest.items():
@@ -48,39 +47,30 @@ def test_what_it_says(folder, manifest):
         assert entry["sha256"] == hashlib.sha256(content).hexdigest()
 
 
-def test_a_folder_as_it_was_passes_wherever_it_lies(folder, manifest, tmp_path):
-    check(folder, manifest)
+def test_a_folder_as_it_was_passes_wherever_it_is(folder, manifest, tmp_path):
     (folder / "another").touch()
     shutil.rmtree(folder / "left out")
     check(folder, manifest)
-    check(folder.rename(tmp_path / "moved"), manifest)
-    (tmp_path / "link").symlink_to(tmp_path / "moved")
-    check(tmp_path / "link", manifest)
-    check(Path(shutil.copytree(tmp_path / "moved", tmp_path / "copied")), manifest)
+    check(Path(shutil.copytree(folder, tmp_path / "copied")), manifest)
 
 
-def flipped(path: Path, at: int) -> None:
+def flip(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "found"),
+    ("name", "damage", "message"),
     [
-        ("empty", Path.unlink, "cannot be read (No such file or directory)"),
-        ("empty", lambda p: p.write_bytes(b"x"), "has changed (1 bytes; it had 0)"),
-        ("inside/.hidden/text", lambda p: p.write_text("test"), "has changed"),
-        ("inside", shutil.rmtree, "cannot be read (No such file or directory)"),
-        ("large", lambda p: os.truncate(p, LARGE - 1), "it had 3,145,728"),
-        ("large", lambda p: flipped(p, 0), "has changed"),
-        ("large", lambda p: flipped(p, LARGE - 1), "has changed"),
+        ("empty", Path.unlink, r"empty cannot be read \(No such file"),
+        ("empty", lambda p: p.write_bytes(b"x"), r"empty has changed \(1 bytes; it had 0\)"),
+        ("inside/.hidden/text", lambda p: p.write_text("test"), "text has changed"),
+        ("large", lambda p: flip(p, 0), "large has changed"),
+        ("large", lambda p: flip(p, LARGE - 1), "large has changed"),
     ],
 )
-def test_what_changed_is_named(folder, manifest, name, damage, found):
+def test_what_changed_is_named(folder, manifest, name, damage, message):
     damage(folder / name)
-    with pytest.raises(UserError, match="^a folder must keep every file as it was written") as info:
+    with pytest.raises(UserError, match=f"^a folder must .*{message}.* Write it again$"):
         check(folder, manifest)
-    assert f"written. {folder / name}" in str(info.value)
-    assert found in str(info.value)
-    assert str(info.value).endswith(". Write it again")

@@ -26,15 +26,15 @@ SELECTED = ColumnSelector(["n"])
 
 # Ids
 
-words = st.text(max_size=6)
+TEXTS = st.text(max_size=6)
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.lists(words, unique=True), st.lists(words | st.none()), st.sampled_from((1, 5)))
+@given(st.lists(TEXTS, unique=True), st.lists(TEXTS | st.none()), st.sampled_from((1, 5)))
 def test_known_texts_have_their_place_and_others_a_bucket(known, texts, buckets):
-    held = Vocabulary.of_hashes(vocabulary.hash_of(np.array(known, object)), buckets)
-    ids = held.encode(pa.array(texts, pa.string()))
-    in_dictionary = held.encode(pa.array(texts, pa.string()).dictionary_encode())
+    words = Vocabulary.of_hashes(vocabulary.hash_of(np.array(known, object)), buckets)
+    ids = words.encode(pa.array(texts, pa.string()))
+    in_dictionary = words.encode(pa.array(texts, pa.string()).dictionary_encode())
     for text, number, other in zip(texts, ids, in_dictionary, strict=True):
         assert number == other
         if text is None:
@@ -43,14 +43,13 @@ def test_known_texts_have_their_place_and_others_a_bucket(known, texts, buckets)
             assert number == 2 + buckets + known.index(text)
         else:
             assert number == 2 + pd.util.hash_array(np.array([text], object)).item() % buckets
-    assert held.cardinality == 2 + buckets + len(known)
+    assert words.cardinality == 2 + buckets + len(known)
 
 
 def test_a_written_vocabulary_is_opened_by_its_index_or_without_it(tmp_path):
     texts = pa.array([f"é{i}" for i in range(1_000)])
-    held = Vocabulary.empty(2)
     counts = {"a": np.arange(1_004), "b": np.ones(1_004, np.int64)}
-    write_vocabulary(tmp_path, "a", [texts[:300], texts[300:]], counts, held)
+    write_vocabulary(tmp_path, "a", [texts[:300], texts[300:]], counts, Vocabulary.empty(2))
     path = vocabulary.vocabulary_file(tmp_path / "workflow", "a")
     mapped = Vocabulary.open(path, 2)
     assert isinstance(mapped.hashes, np.memmap)
@@ -77,6 +76,13 @@ def test_texts_of_one_hash_are_refused(monkeypatch, tmp_path):
         write_vocabulary(tmp_path, "a", [pa.array(["x", "y"])], counts, Vocabulary.empty(1))
 
 
+def test_lists_of_a_slice():
+    words = Vocabulary.of_hashes(vocabulary.hash_of(np.array(["a", "b"], object)))
+    encoder = Encoder(DatasetSpec("log", "y", ("id",), lists=("l",)), {"l": words}, {})
+    lists = pa.array([["b"], ["a", None], [], ["b", "x"]])
+    assert encoder.encode("l", lists[1:]).to_pylist() == [[3, 1], [], [4, 2]]
+
+
 # Numbers
 
 numbers = st.lists(st.floats(-1e300, 1e300) | st.just(math.nan), min_size=1, max_size=8)
@@ -84,16 +90,16 @@ numbers = st.lists(st.floats(-1e300, 1e300) | st.just(math.nan), min_size=1, max
 
 @settings(deadline=None, max_examples=50)
 @given(numbers, numbers)
-def test_any_finite_numbers_lie_between_0_and_1(train, test):
-    held = [0.0 if math.isnan(x) else x for x in train]
-    low, high = min(held), max(held)
+def test_any_finite_numbers_are_between_0_and_1(train, test):
+    filled = [0.0 if math.isnan(x) else x for x in train]
+    low, high = min(filled), max(filled)
     both = np.array([*train, *test])
-    found = Scale("range", False, (low, high))(both)
-    assert found.dtype == np.float32
-    assert ((found >= 0) & (found <= 1)).all()
+    scaled = Scale("range", False, (low, high))(both)
+    assert scaled.dtype == np.float32
+    assert ((scaled >= 0) & (scaled <= 1)).all()
     # The numbers themselves, exactly; 2^-23 is float32's precision.
     span = Fraction(high) - Fraction(low) or Fraction(low + max(1.0, abs(low))) - Fraction(low)
-    for x, y in zip(both, found, strict=True):
+    for x, y in zip(both, scaled, strict=True):
         exact = (Fraction(0.0 if math.isnan(x) else x) - Fraction(low)) / span
         assert abs(float(y) - float(min(max(exact, 0), 1))) <= 2**-23
 
@@ -124,14 +130,11 @@ def encoded(tmp_path, values: list, **keys) -> list[int]:
     (tmp_path / "categories").mkdir(exist_ok=True)
     texts = pd.DataFrame({"n": ["1382", "true", "x"]})
     texts.to_parquet(tmp_path / "categories/unique.n.parquet")
-    encode = EncodeFields(
-        DatasetSpec("log", "y", **(keys or {"categorical": ("n",)})), {}, tmp_path
-    )
+    spec = DatasetSpec("log", "y", **(keys or {"categorical": ("n",)}))
+    encode = EncodeFields(spec, {}, tmp_path)
     column = pd.Series(values, dtype=object)
-    return [
-        list(cell) if keys else cell
-        for cell in encode.transform(SELECTED, column.to_frame("n"))["n"]
-    ]
+    cells = encode.transform(SELECTED, column.to_frame("n"))["n"]
+    return [list(cell) if keys else cell for cell in cells]
 
 
 def test_one_id_has_many_forms(tmp_path):
@@ -152,6 +155,9 @@ def test_numbers_and_their_texts():
     encode = EncodeFields(spec, {"n": (0.0, 4.0)}, "")
     encode._encoder = Encoder(spec, {}, {"n": scale_of(spec, "n", (0.0, 4.0))})
     for cells in (["1.5", "2", "", None, "-", pd.NA], [1.5, 2, None, math.nan, pd.NA, None]):
-        given = pd.Series(cells, dtype=object, index=range(7, 13)).to_frame("n")
-        expected = pd.Series([0.375, 0.5] + [0] * 4, given.index, "float32", "n")
-        pd.testing.assert_series_equal(encode.transform(SELECTED, given)["n"], expected)
+        rows = pd.Series(cells, dtype=object, index=range(7, 13)).to_frame("n")
+        expected = pd.Series([0.375, 0.5] + [0] * 4, rows.index, "float32", "n")
+        pd.testing.assert_series_equal(encode.transform(SELECTED, rows)["n"], expected)
+    for text, message in (("many", "cannot read column 'n'.*'many'"), ("inf", "the number is inf")):
+        with pytest.raises(UserError, match=message):
+            encode.transform(SELECTED, pd.DataFrame({"n": ["1.5", text]}))

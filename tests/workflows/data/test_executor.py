@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -21,12 +20,14 @@ from merlin_cowclip.workflows.data.prepare.executor import (
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import CRITEO
-from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.errors import UserError
+from tests.logs import write_log
 
 from .dask_cluster import wait_for
 
-# Tasks: they live at the top of the module, so that they can be sent to a worker.
+PREPARE = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main", "prepare", "criteo"]
+
+# Tasks: at the top of the module, so that they can be sent to a worker.
 
 
 def slow_first(x: int) -> int:
@@ -41,41 +42,31 @@ def refuses(x: int) -> int:
     return x
 
 
-def lacks(x: int) -> int:
-    return {0: open, 1: {}.__getitem__}[x]("missing")
-
-
 def dies(x: int) -> None:
     os._exit(x)
 
 
-def jobs(*numbers: int) -> list[tuple[int]]:
-    return [(number,) for number in numbers]
+def run(scratch: Path, *numbers: int, task=slow_first, **options) -> list[int]:
+    with connect(scratch, **options) as client:
+        return run_tasks(client, "task", task, [(number,) for number in numbers], progress=False)
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.extended)])
 def test_results_are_in_order_and_errors_are_raised_as_they_are(tmp_path, workers, capfd):
+    assert run(tmp_path, *range(6), workers=workers) == list(range(6))
+    assert ("Dask dashboard: http://" in capfd.readouterr().err) == bool(workers)
     with connect(tmp_path, workers=workers) as client:
-        assert run_tasks(client, "slow", slow_first, jobs(*range(6))) == list(range(6))
-        assert run_tasks(client, "slow", slow_first, jobs(3, 3, 4), [1, 2, 3]) == [3, 3, 4]
+        assert run_tasks(client, "sized", slow_first, [(3,), (3,), (4,)], [1, 2, 3]) == [3, 3, 4]
         assert run_tasks(client, "none", slow_first, []) == []
         with pytest.raises(UserError, match="x must be below 3. Received: 3"):
-            run_tasks(client, "refuses", refuses, jobs(*range(8)))
-        assert run_tasks(client, "slow", slow_first, jobs(2)) == [2]
-    shown = capfd.readouterr().err
-    assert "slow" in shown
-    assert ("Dask dashboard: http://" in shown) == bool(workers)
-
-
-def _run(scratch: Path, *numbers: int, task=slow_first, **options) -> list[int]:
-    with connect(scratch, **options) as client:
-        return run_tasks(client, "task", task, jobs(*numbers), progress=False)
+            run_tasks(client, "refuses", refuses, [(number,) for number in range(8)])
+    assert "sized" in capfd.readouterr().err
 
 
 @pytest.mark.extended
 def test_a_task_that_kills_its_workers(tmp_path):
     with pytest.raises(UserError, match="several Dask workers died on the same task.*fewer"):
-        _run(tmp_path, 1, task=dies, workers=2)
+        run(tmp_path, 1, task=dies, workers=2)
 
 
 def test_a_cluster_that_cannot_work(tmp_path, monkeypatch):
@@ -85,32 +76,31 @@ def test_a_cluster_that_cannot_work(tmp_path, monkeypatch):
     monkeypatch.setattr(executor, "FIRST", 1)
     for address in ("tcp://127.0.0.1:9", "nonsense://"):
         with pytest.raises(UserError, match=f"no Dask workers at {address}.*dask scheduler"):
-            _run(tmp_path, scheduler=address)
+            run(tmp_path, scheduler=address)
     options = {"processes": False, "dashboard_address": ":0"}
     with (
         LocalCluster(n_workers=0, **options) as cluster,
         pytest.raises(UserError, match="no Dask workers at inproc://"),
     ):
-        _run(tmp_path, scheduler=cluster.scheduler_address)
+        run(tmp_path, scheduler=cluster.scheduler_address)
     with LocalCluster(n_workers=1, **options) as cluster:
         address = cluster.scheduler_address
-        assert _run(tmp_path, 1, scheduler=address) == [1]
+        assert run(tmp_path, 1, scheduler=address) == [1]
         with pytest.raises(UserError, match="x must be below 3. Received: 3$"):
-            _run(tmp_path, 3, task=refuses, scheduler=address)
+            run(tmp_path, 3, task=refuses, scheduler=address)
         with pytest.raises(UserError, match="has no .*missing, or another version"):
-            _run(tmp_path / "missing", scheduler=address)
+            run(tmp_path / "missing", scheduler=address)
         monkeypatch.setattr(executor, "VERSION", "0")
         with pytest.raises(UserError, match="another version of merlin-cowclip"):
-            _run(tmp_path, scheduler=address)
+            run(tmp_path, scheduler=address)
 
 
 @pytest.mark.extended
 def test_an_interrupt_ends_the_wait_for_a_scheduler(tmp_path):
-    write_synthetic("criteo", tmp_path / "log", rows=100)
+    write_log(tmp_path / "log", kind="criteo")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-        command = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main", "prepare"]
-        command += ["criteo", "log", "--out", "out", "--scheduler", address]
+        command = [*PREPARE, "log", "--out", "out", "--scheduler", address]
         process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
         connection, _ = silent.accept()
         process.terminate()
@@ -119,25 +109,11 @@ def test_an_interrupt_ends_the_wait_for_a_scheduler(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# Deaths from outside
-
-SCRIPT = """
-    import sys
-    from merlin_cowclip.workflows.data.prepare.pipeline import prepare
-    from merlin_cowclip.workflows.data.spec import CRITEO
-
-    if __name__ == "__main__":
-        prepare(CRITEO, [sys.argv[1]], sys.argv[2], engine="nvtabular", workers=2)
-"""
-
-
 @pytest.mark.extended
-def test_a_killed_job_leaves_nothing_that_passes_for_whole(tmp_path):
-    write_synthetic("criteo", tmp_path / "log", rows=8_000, seed=5, cardinality=2_000)
-    script = tmp_path / "job.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    command = [sys.executable, str(script), str(tmp_path / "log"), str(tmp_path / "out")]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+def test_a_killed_job_leaves_nothing_that_passes_for_prepared(tmp_path):
+    write_log(tmp_path / "log", 8_000, kind="criteo")
+    command = [*PREPARE, "log", "--out", "out", "--workers", "2"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
     wait_for(lambda: list(tmp_path.glob(".out.partial-*/.scratch/train/*.parquet")))
     children = psutil.Process(process.pid).children(recursive=True)
     workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
@@ -160,37 +136,21 @@ def test_gpu_workers_are_configured_as_dask_cuda_takes_it():
 
     from distributed import LocalCluster
 
-    # With Dask 2024.12, dask-cuda comes with RAPIDS alone.
+    # With Dask 2024.12, dask-cuda comes with RAPIDS only.
     LocalCUDACluster = pytest.importorskip("dask_cuda").LocalCUDACluster
-
     options = cluster_options(0, "gpu")
     known = {*inspect.signature(LocalCUDACluster.__init__).parameters}
-    known |= {*inspect.signature(LocalCluster.__init__).parameters}
-    assert set(options) <= known
+    assert set(options) <= known | {*inspect.signature(LocalCluster.__init__).parameters}
     assert options["n_workers"] is None  # all GPUs
-    assert options["threads_per_worker"] == 1
     assert 0 < options["rmm_pool_size"] <= options["rmm_maximum_pool_size"] < 1
     assert cluster_options(2, "gpu")["n_workers"] == 2
 
 
-@pytest.mark.parametrize("engine", ["nvtabular"])
-def test_workers_are_bounded_by_the_cores(monkeypatch, tmp_path, engine):
+def test_workers_are_bounded_by_cores_and_gpus(monkeypatch):
     monkeypatch.setattr(executor.os, "cpu_count", lambda: 3)
     check_cluster(12, "cpu")
     with pytest.raises(UserError, match="workers must be a whole number from 0 to 12. Received"):
-        prepare(CRITEO, [tmp_path / "log"], tmp_path / "out", workers=13, engine=engine)
-
-
-def test_a_missing_extra_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(executor.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs the package cudf.*docs/install.md"):
-        prepare(CRITEO, [tmp_path / "log"], tmp_path / "out", device="gpu")
-    with pytest.raises(ModuleNotFoundError, match="nvtabular"):  # before a row is read
-        prepare(CRITEO, [tmp_path / "missing"], tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
-def test_more_workers_than_gpus_are_refused(monkeypatch):
+        check_cluster(13, "cpu")
     monkeypatch.setattr(executor.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     check_cluster(2, "gpu")
@@ -199,3 +159,11 @@ def test_more_workers_than_gpus_are_refused(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError, match=r"1 workers, 0 GPUs"):
         check_cluster(0, "gpu")
+
+
+def test_a_missing_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(executor.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs the package cudf.*docs/install.md"):
+        prepare(CRITEO, [tmp_path / "log"], tmp_path / "out", device="gpu")
+    with pytest.raises(ModuleNotFoundError, match="nvtabular"):  # before a row is read
+        prepare(CRITEO, [tmp_path / "missing"], tmp_path / "out")

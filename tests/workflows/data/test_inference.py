@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 from decimal import Decimal
 
-import cloudpickle
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -13,13 +12,12 @@ import pytest
 
 from merlin_cowclip.workflows import UserError
 from merlin_cowclip.workflows.data.adopt.graph import load_saved
-from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
+from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow, as_fitted
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
     import nvtabular as nvt
-    from merlin.dag.ops.subgraph import Subgraph
     from nvtabular import ops
 
 pytestmark = pytest.mark.filterwarnings(
@@ -39,8 +37,8 @@ LOG = pd.DataFrame(
 SIZES = pd.DataFrame({"weeks": [1, 2, 3], "length": [7.0, 14.0, 21.0]})
 
 
-def fitted(made, log=LOG) -> nvt.Workflow:
-    return nvt.Workflow(made).fit(nvt.Dataset(log))
+def fitted(nodes, log=LOG) -> nvt.Workflow:
+    return nvt.Workflow(nodes).fit(nvt.Dataset(log))
 
 
 def spec_of(fields, lists=()) -> DatasetSpec:
@@ -73,42 +71,29 @@ def means(out):
     return ["city"] >> ops.TargetEncoding("label", kfold=3, out_path=out)
 
 
-def grouped(out):
-    joining = ops.JoinGroupby(cont_cols=["label"], stats=["mean"], out_path=out)
-    return ["city"] >> joining >> ops.FillMissing()
-
-
-def within(_):
-    return ["visits"] >> Subgraph("inner", ["visits"] >> ops.LogOp())
-
-
 NEEDED = {
     by_two: {"visits", "weeks"},
     joined: {"weeks"},
     filtered: {"visits", "weeks", "label"},  # which of them it reads nobody knows
     means: {"city"},
-    grouped: {"city"},
-    within: {"visits"},
 }
 
 
-@pytest.mark.parametrize("made", NEEDED, ids=lambda made: made.__name__)
-def test_columns_that_no_input_depends_on_may_be_missing(made, tmp_path):
+@pytest.mark.parametrize("nodes", NEEDED, ids=lambda nodes: nodes.__name__)
+def test_columns_that_no_input_depends_on_may_be_missing(nodes, tmp_path):
     """Among them a label, and what a target is computed from."""
     liked = ["label", "weeks"] >> ops.LambdaOp(lambda c: c > 0) >> ops.Rename(postfix="_liked")
-    own = made(str(tmp_path))
-    workflow = fitted(own + liked + (["label"] >> ops.AddMetadata()))
+    workflow = fitted(nodes(str(tmp_path)) + liked + (["label"] >> ops.AddMetadata()))
     fields = [name for name in workflow.output_schema.column_names if "liked" not in name]
     fields.remove("label")
     inference = InferenceWorkflow(workflow, spec_of(fields))
-    assert inference.required == NEEDED[made]
+    assert inference.required == NEEDED[nodes]
     expected = inference.transform(dict(LOG.items()), "the rows")[fields]
-    few = LOG[sorted(NEEDED[made])]
-    found = inference.transform(dict(few.items()), "the rows")[fields]
-    pd.testing.assert_frame_equal(found, expected)
+    few = LOG[sorted(NEEDED[nodes])]
+    pd.testing.assert_frame_equal(inference.transform(dict(few.items()), "")[fields], expected)
     assert inference.has_label(["label", "city"])
     assert not inference.has_label(["city"])
-    name = min(NEEDED[made])
+    name = min(NEEDED[nodes])
     with pytest.raises(UserError, match=f"the rows lacks columns of the workflow: '{name}'"):
         inference.transform(dict(LOG.drop(columns=name).items()), "the rows")
 
@@ -116,57 +101,40 @@ def test_columns_that_no_input_depends_on_may_be_missing(made, tmp_path):
 # Rows
 
 
-@pytest.mark.parametrize("seed", [42, None])
-def test_new_rows_have_no_folds(tmp_path, seed):
+def test_new_rows_have_no_folds(tmp_path):
     """They are encoded as by a fit without folds, in any order and cut."""
 
     def workflow(folds: int) -> nvt.Workflow:
         out = str(tmp_path / f"{folds}")
         groups = [["visits", "user"], "user"]
-        return fitted(
-            groups >> ops.TargetEncoding("label", kfold=folds, fold_seed=seed, out_path=out)
-        )
+        return fitted(groups >> ops.TargetEncoding("label", kfold=folds, out_path=out))
 
     by_fold, expected = workflow(3), workflow(1).transform(LOG.copy())
     assert not by_fold.transform(LOG.copy()).equals(expected)
     for rows in (LOG, LOG[3:9], LOG[::-1]):
-        found = encoded(by_fold, list(expected), rows.drop(columns="label"))
-        pd.testing.assert_frame_equal(found, expected.loc[rows.index].reset_index(drop=True))
-
-
-def hashed(out):
-    return ["city"] >> ops.Categorify(num_buckets=4, max_size=9, out_path=out)
+        scored = encoded(by_fold, list(expected), rows.drop(columns="label"))
+        pd.testing.assert_frame_equal(scored, expected.loc[rows.index].reset_index(drop=True))
 
 
 @pytest.mark.parametrize(
-    ("made", "words"),
+    ("node", "words"),
     [
-        (hashed, r"Categorify\(num_buckets=…\) depends on .* the row number"),
+        (lambda out: ["city"] >> ops.Categorify(num_buckets=4, max_size=9, out_path=out), "Categ"),
         (lambda _: ["city"] >> ops.HashBucket(9), "HashBucket depends"),
-        (
-            lambda _: ["city", "visits"] >> ops.Groupby(groupby_cols=["city"], aggs=["max"]),
-            "Groupby depends on other rows",
-        ),
-        (lambda _: ["visits"] >> ops.DifferenceLag("city"), "DifferenceLag depends"),
+        (lambda _: ["visits"] >> ops.DifferenceLag("city"), "DifferenceLag depends on other rows"),
     ],
 )
-def test_workflows_that_do_not_encode_rows_one_by_one(tmp_path, made, words):
-    workflow = fitted(made(str(tmp_path)))
+def test_workflows_that_do_not_encode_rows_one_by_one(tmp_path, node, words):
+    workflow = fitted(node(str(tmp_path)))
     with pytest.raises(UserError, match=f"raw rows cannot be encoded: {words}"):
         InferenceWorkflow(workflow, spec_of(workflow.output_schema.column_names))
 
 
-DROPS = {
-    "visits": ["visits", "weeks"] >> ops.Filter(lambda rows: rows[rows["weeks"] > 1]),
-    "length": ["weeks"] >> ops.JoinExternal(SIZES[1:], on="weeks", how="inner"),
-}
-
-
-@pytest.mark.parametrize("name", DROPS)
-def test_rows_that_a_workflow_drops(name):
-    words = r"returned 40 rows for 60, so scores cannot be matched to rows: the rows"
+def test_rows_that_a_workflow_drops():
+    node = ["visits", "weeks"] >> ops.Filter(lambda rows: rows[rows["weeks"] > 1])
+    words = "returned 40 rows for 60, so scores cannot be matched to rows: the rows"
     with pytest.raises(UserError, match=words):
-        encoded(fitted(DROPS[name]), [name], LOG)
+        encoded(fitted(node), ["visits"], LOG)
 
 
 def test_an_operator_that_fails(capfd):
@@ -195,18 +163,16 @@ def test_rows_of_which_every_id_is_missing(given, expected, tmp_path):
     joint = [["city", "state"]] >> ops.Categorify(encode_type="joint", out_path=str(tmp_path / "1"))
     workflow = fitted(alone + joint, log)
     known = workflow.transform(log.head(4))  # user 3, city x and genre a are of row 3
-    rows = pd.DataFrame(given)
-    full = log.loc[[3] * len(rows), ["user", "genres", "city", "state"]].reset_index(drop=True)
+    rows, fields = pd.DataFrame(given), ["user", "genres", "city", "state"]
+    full = log.loc[[3] * len(rows), fields].reset_index(drop=True)
     rows = full.assign(**{name: rows[name] for name in rows})
     with pytest.raises((RuntimeError, TypeError)):
         workflow.transform(rows.copy())
-    fields = ["user", "genres", "city", "state"]
-    for one in (workflow, cloudpickle.loads(cloudpickle.dumps(workflow))):
-        found = encoded(one, fields, rows, ["genres"])
-        for name, ids in expected.items():
-            one_id = known[name][3]  # an id, or a list of two
-            ids = [[one_id[0]] if i == [name] else one_id if i == name else i for i in ids]
-            assert [list(i) if np.ndim(i) else i for i in found[name]] == ids
+    scored = encoded(workflow, fields, rows, ["genres"])
+    for name, ids in expected.items():
+        one_id = known[name][3]  # an id, or a list of two
+        ids = [[one_id[0]] if i == [name] else one_id if i == name else i for i in ids]
+        assert [list(i) if np.ndim(i) else i for i in scored[name]] == ids
 
 
 def test_a_workflow_where_another_lay_before(tmp_path):
@@ -233,108 +199,74 @@ def test_a_workflow_where_another_lay_before(tmp_path):
 @pytest.fixture(scope="module")
 def typed(tmp_path_factory) -> InferenceWorkflow:
     log = LOG.assign(
-        whole=np.arange(ROWS) % 9,
+        integer=np.arange(ROWS) % 9,
         small=(np.arange(ROWS) % 9).astype("int8"),
-        beside=[None, *[1.0] * (ROWS - 1)],
+        gaps=[None, *[1.0] * (ROWS - 1)],
         truth=np.arange(ROWS) % 2 == 0,
-        maybe=[True, None, False] * (ROWS // 3),
         day=pd.date_range("2024-01-01", periods=ROWS),
-        time=[datetime.time(i % 24) for i in range(ROWS)],
-        span=pd.to_timedelta(np.arange(ROWS), "h"),
         cost=[Decimal(i % 9) for i in range(ROWS)],
         pair=[[i % 9, 1] for i in range(ROWS)],
-        code=[b"%02d" % (i % 9) for i in range(ROWS)],
-        late=[[], ["a"], ["b"]] * (ROWS // 3),
         own="x",
     )
-    names = ["city", "genres", "whole", "small", "beside", "truth", "maybe", "day", "late"]
-    names += ["time", "span", "cost", "pair", "code"]
+    names = ["city", "genres", "integer", "small", "gaps", "truth", "day", "cost", "pair"]
     ids = names >> ops.Categorify(out_path=str(tmp_path_factory.mktemp("types")))
     workflow = fitted(ids + (["own"] >> ops.LambdaOp(lambda column: column)), log)
-    return InferenceWorkflow(workflow, spec_of([*names, "own"], ["genres", "late", "pair"]))
+    return InferenceWorkflow(workflow, spec_of([*names, "own"], ["genres", "pair"]))
 
 
 def test_types_of_the_fit(typed):
     assert typed.types == {
-        **{"city": pa.string(), "genres": pa.list_(pa.string()), "late": pa.list_(pa.string())},
-        **{"whole": pa.int64(), "small": pa.int8(), "beside": pa.float64(), "truth": pa.bool_()},
-        **{"maybe": pa.bool_(), "day": pa.timestamp("ns"), "own": None},
-        **{"time": pa.time64("us"), "span": pa.duration("ns"), "cost": pa.decimal128(38, 0)},
-        **{"pair": pa.list_(pa.int64()), "code": pa.binary()},
+        **{"city": pa.string(), "genres": pa.list_(pa.string()), "pair": pa.list_(pa.int64())},
+        **{"integer": pa.int64(), "small": pa.int8(), "gaps": pa.float64(), "truth": pa.bool_()},
+        **{"day": pa.timestamp("ns"), "cost": pa.decimal128(38, 0), "own": None},
     }
 
 
 DATE = datetime.datetime(2024, 1, 1)
-HALF = pa.array(np.array([1, 2.5], "float16"))
 TAKEN = [
-    ("beside", HALF, None),
-    ("beside", pa.array([np.float16(1), None], pa.float16()), [1.0, None]),
-    ("beside", pa.array([1.5], pa.float32()), None),
-    ("beside", pa.array([Decimal("1.5"), None]), [1.5, None]),
-    ("whole", HALF[:1], [1]),
-    ("whole", pa.array([Decimal("7.00"), None]), [7, None]),
-    ("whole", pa.array([Decimal(7)], pa.decimal256(40, 0)), [7]),
+    ("gaps", pa.array([np.float16(1), None], pa.float16()), [1.0, None]),
+    ("gaps", pa.array([Decimal("1.5"), None]), [1.5, None]),
+    ("gaps", pa.array([1, None]), [1.0, None]),
+    ("integer", pa.array([Decimal("7.00"), None]), [7, None]),
+    ("integer", pa.array([1.0, None]), [1, None]),
     ("cost", pa.array([Decimal("70.00")], pa.decimal128(10, 2)), None),
-    ("time", pa.array([datetime.time(1), None], pa.time32("s")), None),
-    ("span", pa.array([datetime.timedelta(1), None], pa.duration("s")), None),
     ("pair", pa.array([[1, 2], None], pa.list_(pa.int32(), 2)), None),
-    ("code", pa.array([b"01", None], pa.binary(2)), None),
+    ("own", pa.array(["x", None]), None),
     ("own", pa.array([Decimal(1)]), None),
-    ("own", pa.array([DATE.date()]), None),
     ("city", pa.array(["c1", None]).dictionary_encode(), None),
     ("city", pa.array([b"c1", None]), ["c1", None]),
-    ("whole", pa.array([1.0, None]), [1, None]),
-    ("whole", pa.array([1, 2], pa.uint8()), None),
-    ("beside", pa.array([1, None]), [1.0, None]),
     ("truth", pa.nulls(2, pa.string()), [None, None]),
-    ("genres", pa.array([["a"], []], pa.large_list(pa.large_string())), None),
     ("genres", pa.array([None, []], pa.list_(pa.null())), None),
     ("day", pa.array([DATE, None], pa.timestamp("s")), None),
-    ("own", pa.array(["x", None]), None),
 ]
 REFUSED = [
     ("city", pa.array([1]), "is int64, but was string when the workflow was fitted. Cast it"),
     ("city", pa.array([b"\xff"]), "was string when the workflow was fitted: .*UTF8"),
-    ("whole", pa.array(["1"]), "is string, but was int64"),
-    ("whole", pa.array([1.5]), r"was int64 when the workflow was fitted: .*1\.5"),
-    ("whole", pa.array([Decimal("1.5")]), "was int64 when the workflow was fitted: .*data loss"),
-    ("whole", pa.array([DATE.date()]), "is date32.*, but was int64"),
-    ("time", pa.array([DATE]), "is timestamp.*, but was time64"),
+    ("integer", pa.array([1.5]), r"was int64 when the workflow was fitted: .*1\.5"),
+    ("integer", pa.array([Decimal("1.5")]), "was int64 when the workflow was fitted: .*data loss"),
     ("small", pa.array([261]), "was int8 when the workflow was fitted: .*261"),
-    (
-        "beside",
-        pa.array([2**53 + 1]),
-        "was double when the workflow was fitted: .*9007199254740993",
-    ),
-    ("truth", pa.array([1]), "is int64, but was bool"),
+    ("gaps", pa.array([2**53 + 1]), "was double when the workflow was fitted: .*9007199254740993"),
     ("day", pa.array([DATE], pa.timestamp("s", "UTC")), "is timestamp.*but was timestamp"),
     ("genres", pa.array([[1]]), "is list<item: int64>, but was list<item: string>"),
-    ("genres", pa.array(["a"]), "is string, but was list"),
     ("own", pa.array([1]), "is int64, but was no number when the workflow was fitted"),
 ]
 
 
 @pytest.mark.parametrize(("name", "values", "expected"), TAKEN, ids=str)
 def test_values_that_the_fit_may_have_had(typed, name, values, expected):
-    found = _cast_of(typed, name, values)
-    assert found.to_pylist() == (values.to_pylist() if expected is None else expected)
-    assert typed.types[name] in (None, found.type)
+    column = as_fitted(values, typed.types[name], "")
+    assert column.to_pylist() == (values.to_pylist() if expected is None else expected)
+    assert typed.types[name] in (None, column.type)
 
 
 @pytest.mark.parametrize(("name", "values", "words"), REFUSED, ids=str)
 def test_values_that_it_cannot_have_had(typed, name, values, words):
-    with pytest.raises(UserError, match=f"column '{name}' of the rows,? .*{words}"):
-        _cast_of(typed, name, values)
+    with pytest.raises(UserError, match=f"the column,? .*{words}"):
+        as_fitted(values, typed.types[name], "the column")
 
 
-def _cast_of(typed: InferenceWorkflow, name: str, values: pa.Array) -> pa.Array:
-    from merlin_cowclip.workflows.data.adopt import inference
-
-    return inference.as_fitted(values, typed.types[name], f"column {name!r} of the rows")
-
-
-@pytest.mark.parametrize("dtype", ["category", "Int64", object])
-def test_frames_of_pandas_own_types(dtype):
+def test_frames_of_pandas_own_types():
     workflow = fitted(["user"] >> ops.LambdaOp(lambda column: column * 2))
-    found = encoded(workflow, ["user"], LOG[["user"]].astype(dtype))
-    assert found["user"].tolist() == (LOG["user"] * 2).tolist()
+    for dtype in ("category", "Int64", object):
+        scored = encoded(workflow, ["user"], LOG[["user"]].astype(dtype))
+        assert scored["user"].tolist() == (LOG["user"] * 2).tolist()

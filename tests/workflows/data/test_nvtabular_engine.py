@@ -2,27 +2,22 @@
 
 import copy
 import dataclasses
-import pickle
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from merlin_cowclip.workflows.data.encoder import Encoder
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.spec import AVAZU, CRITEO, DatasetSpec, Split
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
-from merlin_cowclip.workflows.data.vocabulary import Vocabulary, write_vocabulary
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
+from tests.logs import rows_of
 
 from .dask_cluster import running_cluster, wait_for
 
@@ -97,19 +92,16 @@ def make_log(name: str, folder: Path) -> tuple[DatasetSpec, list[Path]]:
     return dataclasses.replace(spec, split=split, freq_threshold=4, hash_buckets=11), [log]
 
 
-def rows_of(data: PreparedData, part: str, ordered: bool = False) -> pd.DataFrame:
-    files = {"train": data.train_files, "valid": data.valid_files, "test": data.test_files}[part]
-    frame = pd.concat([pd.DataFrame(), *map(pd.read_parquet, files)], ignore_index=True)
-    for name in data.spec.lists:
-        frame[name] = frame[name].map(tuple)
-    return frame if ordered or frame.empty else frame.sort_values([*frame], ignore_index=True)
+def quick(*arguments, **options) -> PreparedData:
+    return prepare(*arguments, progress=False, **options)
 
 
 def alike(one: PreparedData, other: PreparedData) -> None:
     """The same rows as sets, in held-out parts in order, and the same ids, counts and records."""
     for part in PARTS:
-        ordered = part != "train"
-        frames = (rows_of(data, part, ordered) for data in (one, other))
+        frames = [rows_of(data, part) for data in (one, other)]
+        if part == "train":
+            frames = [rows.sort_values([*rows], ignore_index=True) for rows in frames]
         pd.testing.assert_frame_equal(*frames)
     assert pq.read_schema(one.train_files[0]).equals(pq.read_schema(other.train_files[0]))
     for field in one.spec.ids:
@@ -123,36 +115,35 @@ def alike(one: PreparedData, other: PreparedData) -> None:
     assert records[0] == records[1]
 
 
-@pytest.mark.parametrize("name", ["avazu", "own", "parquet"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("avazu", marks=pytest.mark.extended), "own", "parquet"]
+)
 def test_the_data_of_the_default_engine(tmp_path, name, capfd, monkeypatch):
     spec, log = make_log(name, tmp_path)
     if name == "avazu":  # many columns
         monkeypatch.setattr(nvtabular_engine, "CHUNK_BYTES", (1 << 19, 1 << 19))
         monkeypatch.setattr(nvtabular_engine, "CELLS", 100_000)
-    ours = prepare(spec, log, tmp_path / "duckdb", seed=3, progress=False)
+    ours = quick(spec, log, tmp_path / "duckdb", seed=3)
     options = {"seed": 3, "part_rows": 1_500, "engine": "nvtabular"}
     theirs = prepare(spec, log, tmp_path / "nvtabular", **options)
     shown = capfd.readouterr().err
-    for step in ("reading", "counting", "encoding", "writing"):
-        assert step in shown
+    assert all(step in shown for step in ("reading", "counting", "encoding", "writing"))
     assert (ours.record["engine"], theirs.record["engine"]) == ("duckdb", "nvtabular")
     alike(ours, theirs)
-    assert {"duckdb", "nvtabular"} == {p.name for p in tmp_path.iterdir() if p.is_dir()}
+    assert {"duckdb", "nvtabular"} == {path.name for path in tmp_path.iterdir() if path.is_dir()}
     assert not list(theirs.path.glob(".s*"))
     assert len(theirs.train_files) >= 3
-    hashed = {c: spec.buckets_of(c) for c in spec.ids if spec.buckets_of(c) > 1}
+    hashed = {name: spec.buckets_of(name) for name in spec.ids if spec.buckets_of(name) > 1}
     used = [np.count_nonzero(theirs.counts(c)["count"][2 : 2 + n]) for c, n in hashed.items()]
-    assert max(used, default=9) > 2  # rare ids are in several buckets
+    assert max(used) > 2  # rare ids are in several buckets
 
 
 def test_few_rows_and_two_parts(tmp_path):
     log = pd.DataFrame({"y": [0, 1] * 6, "c": [*"abcdef"] * 2, "t": range(12)})
     log.to_csv(tmp_path / "log.gz", index=False)
     spec = DatasetSpec("toy", "y", ("c",), split=Split("time", 0.25, "t", 0))
-    data = [
-        prepare(spec, [tmp_path / "log.gz"], tmp_path / e, engine=e, progress=False, part_rows=5)
-        for e in ENGINES
-    ]
+    log = [tmp_path / "log.gz"]
+    data = [quick(spec, log, tmp_path / e, engine=e, part_rows=5) for e in ENGINES]
     alike(*data)
     assert data[1].rows == {"train": 9, "valid": 0, "test": 3}
 
@@ -162,24 +153,24 @@ def test_training_rows_are_shuffled(tmp_path):
     log = pd.DataFrame({"y": np.arange(ROWS) % 2, "n": np.arange(ROWS), "c": "x"})
     log.to_csv(tmp_path / "log", index=False)
     spec = DatasetSpec("toy", "y", ("c",), ("n",), split=Split(valid=0.25, test=0.2))
-    options = {"engine": "nvtabular", "progress": False, "part_rows": 1_000}
+    options = {"engine": "nvtabular", "part_rows": 1_000}
     data = [
-        prepare(spec, [tmp_path / "log"], tmp_path / f"data-{i}", seed=i % 2, **options)
+        quick(spec, [tmp_path / "log"], tmp_path / f"data-{i}", seed=i % 2, **options)
         for i in range(3)
     ]
-    frames = [pd.concat([rows_of(d, p, True) for p in PARTS])["n"].to_numpy() for d in data]
+    frames = [pd.concat([rows_of(d, p) for p in PARTS])["n"].to_numpy() for d in data]
     assert (frames[0] == frames[2]).all()
     assert not (frames[0] == frames[1]).all()
     high = [d.record["ranges"]["n"][1] for d in data]
     numbers = [np.unique(np.round(f * h)) for f, h in zip(frames, high, strict=True)]
     assert min(map(len, numbers)) >= ROWS - 9  # a few held-out ones are clipped
-    train = rows_of(data[0], "train", True)["n"].to_numpy()
+    train = rows_of(data[0])["n"].to_numpy()
     assert abs(np.corrcoef(train[1:], train[:-1])[0, 1]) < 0.06  # 3.5 standard deviations
     for file in data[0].train_files:
         numbers = pd.read_parquet(file)["n"].to_numpy()
         assert 700 < len(numbers) < 1_200
         assert np.histogram(numbers, 4, (0, 1))[0].min() > 0.15 * len(numbers)
-    assert (np.diff(rows_of(data[0], "test", True)["n"]) > 0).all()
+    assert (np.diff(rows_of(data[0], "test")["n"]) > 0).all()
     shares = np.array([data[0].rows[part] for part in PARTS]) / ROWS
     assert shares == pytest.approx([0.6, 0.2, 0.2], abs=0.02)
 
@@ -187,10 +178,9 @@ def test_training_rows_are_shuffled(tmp_path):
 def test_vocabularies_merged_by_several_tasks(tmp_path, monkeypatch):
     """NVTabular's `split_out`, which large fields need."""
     spec, log = make_log("own", tmp_path)
-    one = prepare(spec, log, tmp_path / "one", engine="nvtabular", progress=False)
+    one = quick(spec, log, tmp_path / "one", engine="nvtabular")
     monkeypatch.setattr(nvtabular_engine, "SPLIT_IDS", 2_000)
-    other = prepare(spec, log, tmp_path / "other", engine="nvtabular", progress=False)
-    alike(one, other)
+    alike(one, quick(spec, log, tmp_path / "other", engine="nvtabular"))
 
 
 def test_many_times_are_divided_nearly(tmp_path, monkeypatch):
@@ -200,7 +190,7 @@ def test_many_times_are_divided_nearly(tmp_path, monkeypatch):
     log = pd.DataFrame({"y": random.integers(0, 2, ROWS), "c": "x", "t": random.random(ROWS)})
     log.to_csv(tmp_path / "log", index=False)
     spec = DatasetSpec("toy", "y", ("c",), split=Split("time", 0.2, "t", 0.25))
-    data = prepare(spec, [tmp_path / "log"], tmp_path / "data", engine="nvtabular", progress=False)
+    data = quick(spec, [tmp_path / "log"], tmp_path / "data", engine="nvtabular")
     assert [data.rows[p] / ROWS for p in PARTS] == pytest.approx([0.6, 0.2, 0.2], abs=0.01)
     ends = {part: float(time) for part, time in data.record["boundaries"].items()}
     assert ends["train"] < ends["valid"] < ends["test"]
@@ -209,108 +199,60 @@ def test_many_times_are_divided_nearly(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"freq_threshold": 10_000}, "no id of 'user' occurs 10,000 times in the training rows"),
         ({"user": None}, "column 'user' has no value in the .* training rows"),
-        ({"price": "x"}, "column 'price'"),
         ({"y": "maybe"}, "log, line 2, column 'y': the label is 'maybe'"),
         ({"y": "no"}, "the training part has .* rows with label 0 and 0 with label 1"),
         ({"day": "2024-01-01"}, "all 6,050 rows to divide have the same time, column 'day'"),
-        ({"day": ["1", "2024-01-01"] * 3025}, "column 'day'"),
         ({"price": ["1e308", "-1e308"] * 3025}, "the range of column 'price' is too large"),
     ],
 )
-def test_bad_logs_are_refused_alike(tmp_path, change, says):
-    frame = own_log().assign(**{k: v for k, v in change.items() if k in own_log()})
-    frame.to_csv(tmp_path / "log", index=False)
-    options = {k: v for k, v in change.items() if k not in frame}
-    spec = dataclasses.replace(OWN, **options)
-    for engine in ENGINES["price" in change and says != "column 'price'" :]:
-        with pytest.raises(UserError, match=says):
-            prepare(spec, [tmp_path / "log"], tmp_path / "out", engine=engine, progress=False)
-    assert [p.name for p in tmp_path.iterdir()] == ["log"]
+def test_bad_logs_are_refused_alike(tmp_path, change, message):
+    frame = own_log()
+    columns = {name: value for name, value in change.items() if name in frame}
+    frame.assign(**columns).to_csv(tmp_path / "log", index=False)
+    spec = dataclasses.replace(OWN, **({} if columns else change))
+    for engine in ENGINES:
+        with pytest.raises(UserError, match=message):
+            quick(spec, [tmp_path / "log"], tmp_path / "out", engine=engine)
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
 def test_times_of_two_forms_in_two_files(tmp_path):
-    for name, time in (("a", "2024-01-01"), ("b", "7")):
-        own_log().assign(day=["2024-01-02" * (name == "a") or "8", *[time] * 6049]).to_csv(
-            tmp_path / name, index=False
-        )
+    for name, days in (("a", ["2024-01-01", "2024-01-02"]), ("b", ["7", "8"])):
+        own_log().assign(day=days * 3_025).to_csv(tmp_path / name, index=False)
     for engine in ENGINES:
         with pytest.raises(UserError, match="column 'day' has numbers and dates"):
-            prepare(OWN, [tmp_path / "a", tmp_path / "b"], tmp_path / "out", engine=engine)
+            quick(OWN, [tmp_path / "a", tmp_path / "b"], tmp_path / "out", engine=engine)
 
 
 def test_arguments_are_checked(tmp_path):
     own_log().to_csv(tmp_path / "log", index=False)
     last = dataclasses.replace(OWN, split=Split("sequential"))
-    for spec, options, says in (
+    shared = dataclasses.replace(OWN, shared=(("item", "user"),), freq_threshold=3)
+    for spec, options, message in (
         (OWN, {"engine": "polars"}, "engine must be 'duckdb' or 'nvtabular'"),
         (OWN, {"engine": "duckdb", "device": "gpu"}, "device 'gpu', workers and scheduler need"),
         (OWN, {"engine": "duckdb", "scheduler": "x:1"}, "workers and scheduler need"),
         (OWN, {"workers": 2, "scheduler": "x:1"}, "Leave workers out"),
         (last, {"engine": "nvtabular"}, "has no sequential split. Split by time or at random"),
+        (shared, {"engine": "nvtabular"}, "does not offer 'shared' of the specification"),
     ):
-        with pytest.raises(UserError, match=says):
-            prepare(spec, [tmp_path / "log"], tmp_path / "out", **options)
+        with pytest.raises(UserError, match=message):
+            quick(spec, [tmp_path / "log"], tmp_path / "out", **options)
     assert [p.name for p in tmp_path.iterdir()] == ["log"]
 
 
-class OnDevice(pd.DataFrame):
-    """What Categorify needs of a cuDF frame."""
-
-    @property
-    def _constructor(self):
-        return OnDevice
-
-    @property
-    def _constructor_sliced(self):
-        return ColumnOnDevice
-
-    @classmethod
-    def from_arrow(cls, table: pa.Table) -> "OnDevice":
-        return cls(table.to_pandas())
-
-
-class ColumnOnDevice(pd.Series):
-    def to_arrow(self) -> pa.Array:
-        return pa.array(self)
-
-
-def test_ids_on_a_gpu_are_those_on_a_cpu(tmp_path, monkeypatch):
-    """With a mock of cuDF's frames: stock Categorify encodes a, ours the other columns."""
-    monkeypatch.setitem(sys.modules, "cudf", SimpleNamespace(DataFrame=OnDevice))
-    rows = pa.table(
-        {
-            "a": ["x", None, "y", "?"],
-            "b": pa.nulls(4, pa.string()),
-            "c": ["x", "p", "q", None],
-            "order": ["y", "x", "y", "x"],
-            "labels": ["y", "x", "y", "x"],
-        }
-    )
-    spec = DatasetSpec("toy", "l", tuple(rows.column_names), hash_buckets={"c": 3})
-    for name in spec.categorical:
-        empty = Vocabulary.empty(spec.buckets_of(name))
-        counts = {name: np.ones(empty.first + 2, np.int64)}
-        write_vocabulary(tmp_path, name, [pa.array(["x", "y"])], counts, empty)
-    expected = Encoder.open(tmp_path / "workflow", spec, {}).encode("a", rows["a"].chunk(0))
-    found = nvtabular_engine._Tasks(spec, tmp_path, 0, "gpu").ids_on_gpu(rows)
-    assert {name: ids.to_pylist() for name, ids in found.items()} == {"a": expected.to_pylist()}
-    assert expected.to_pylist() == [3, 1, 4, 2]
-
-
-@pytest.mark.parametrize("name", ["order", "labels"])
-def test_names_that_stock_categorify_uses_itself(tmp_path, name):
-    texts = np.random.default_rng(0).choice([*"abcdefgh"], 200)
-    days = np.arange(200) // 50
-    log = pd.DataFrame({"y": np.arange(200) % 2, name: texts, "day": days})
+def test_names_that_stock_categorify_uses_itself(tmp_path):
+    random = np.random.default_rng(0)
+    names = ("order", "labels")
+    log = pd.DataFrame({name: random.choice([*"abcdefgh"], 200) for name in names})
+    log = log.assign(y=np.arange(200) % 2, day=np.arange(200) // 50)
     log.to_csv(tmp_path / "log", index=False)
-    spec = DatasetSpec("toy", "y", (name,), split=Split("time", 0.25, "day"))
-    options = {"progress": False}
-    data = [prepare(spec, [tmp_path / "log"], tmp_path / e, engine=e, **options) for e in ENGINES]
-    alike(*data)
+    spec = DatasetSpec("toy", "y", names, split=Split("time", 0.25, "day"))
+    alike(*[quick(spec, [tmp_path / "log"], tmp_path / e, engine=e) for e in ENGINES])
 
 
 # A cluster that somebody else started
@@ -333,12 +275,12 @@ def test_a_failure_on_a_cluster_leaves_nothing(cluster, tmp_path):
 
 
 @pytest.mark.extended
-def test_a_worker_dies_while_ids_are_counted(cluster, tmp_path, monkeypatch, capfd):
-    """The result is whole, both workers worked, and no row came to this process."""
+def test_a_worker_dies_while_ids_are_counted(cluster, tmp_path, monkeypatch):
+    """The result is complete, both workers worked, and no file is read by this process."""
     from distributed import Client, get_task_stream
 
     spec, log = make_log("own", tmp_path)
-    ours = prepare(spec, log, tmp_path / "duckdb", seed=3, progress=False)
+    ours = quick(spec, log, tmp_path / "duckdb", seed=3)
     (cluster.home / "slow").touch()
     monkeypatch.setattr(nvtabular_engine, "CHUNK_BYTES", (1 << 14, 1 << 14))
 
@@ -346,32 +288,18 @@ def test_a_worker_dies_while_ids_are_counted(cluster, tmp_path, monkeypatch, cap
         wait_for(lambda: list(cluster.home.glob(f"fit-{cluster.workers[0].pid}")))
         cluster.workers[0].kill()
 
-    results, gather = [], Client._gather
-
-    async def gathered(*args, **kwargs):
-        result = await gather(*args, **kwargs)
-        results.append(pickle.dumps(result))
-        return result
-
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
-        for reader in (
-            "pyarrow.parquet.ParquetFile.read",
-            "pyarrow.parquet.read_table",
-            "pandas.read_parquet",
-        ):
+        for reader in ("pyarrow.parquet.ParquetFile.read", "pandas.read_parquet"):
             patch.setattr(reader, None)
         patch.setattr(CsvSource, "read", None)
-        patch.setattr(Client, "_gather", gathered)
         observer = Client(cluster.address, set_as_default=False)
         with observer, get_task_stream(observer) as stream:
             observer.run(exec, f"import {nvtabular_engine.__name__}")  # which takes seconds
-            killed = pool.submit(kill_one)
+            killing = pool.submit(kill_one)
             options = {"seed": 3, "scheduler": cluster.address}
             data = prepare(spec, log, tmp_path / "data", **options)
-            killed.result()
+            killing.result()
     assert cluster.workers[0].wait() != 0
-    assert "Dask dashboard" in capfd.readouterr().err
     alike(ours, PreparedData.open(data.path))
     workers = {task["worker"] for task in stream.data if task["key"].startswith("reading")}
     assert len(workers) == 2
-    assert not [result for result in results if b"user-" in result]

@@ -4,7 +4,9 @@ import functools
 import gzip
 import http.server
 import pickle
+import re
 import threading
+from pathlib import Path
 
 import fsspec
 import pandas as pd
@@ -16,13 +18,12 @@ from pyarrow import fs
 from merlin_cowclip.workflows.data.adopt.validate import open_files
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import file_state
-from merlin_cowclip.workflows.data.sources import csv
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.sources.files import expand_paths
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
-from tests.refused import TOY, toy_log
+from tests.logs import CLICKS, write_log
 
 SPEC = DatasetSpec("toy", "y", ("a",), ("n",), quotes=False)
 FRAME = pd.DataFrame({"y": [0, 1] * 3_000, "a": [f"u{i}" for i in range(6_000)], "n": 1.5})
@@ -32,7 +33,6 @@ FILES = {
     "log.csv.gz": gzip.compress(TEXT),
     "log.csv.zst": pa.Codec("zstd").compress(TEXT, asbytes=True),
     "log.parquet": FRAME.to_parquet(),
-    "bad.csv": TEXT.replace(b"1,u4999,1.5", b"2,u4999,1.5"),
     "days/day=10/b.csv": b"y,a,n\n1,b,2\n",
     "days/day=9/a b.csv": b"y,a,n\n0,a,1\n",
     "days/day=9/_temporary/a.csv": b"y,a,n\n",
@@ -41,21 +41,18 @@ FILES = {
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Answers requests for a range, if told to."""
+    """Answers requests for a range, unless told not to."""
 
-    ranges: list[tuple[int, int]] | None = None
+    has_ranges = True
 
     def log_message(self, *_):
         pass
 
     def do_GET(self):
-        if self.ranges is None or "Range" not in self.headers:
+        if not self.has_ranges or "Range" not in self.headers:
             return super().do_GET()
         start, stop = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        self.ranges.append((start, stop))
-        with open(self.translate_path(self.path), "rb") as file:
-            file.seek(start)
-            content = file.read(stop + 1 - start)
+        content = Path(self.translate_path(self.path)).read_bytes()[start : stop + 1]
         self.send_response(206)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -74,14 +71,13 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def web(home):
-    """The address of a server of the files, and its handler."""
+    """The address of a server of the files."""
     pytest.importorskip("aiohttp")
-    handler = type("Ranged", (Handler,), {"ranges": []})
-    bound = functools.partial(handler, directory=home)
+    bound = functools.partial(Handler, directory=home)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), bound) as server:
         server.handle_error = lambda *_: None  # a client that has enough hangs up
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", handler
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
@@ -115,7 +111,7 @@ def bucket(home):
 @pytest.fixture(params=["s3", "http"])
 def url(request):
     if request.param == "http":
-        address, _ = request.getfixturevalue("web")
+        address = request.getfixturevalue("web")
         return lambda name: f"{address}/{name}"
     return request.getfixturevalue("bucket").url
 
@@ -141,25 +137,7 @@ def test_files(url, name):
     pd.testing.assert_frame_equal(rows_of(log), FRAME, check_dtype=False)
 
 
-def test_a_large_file_is_read_in_ranges(web, monkeypatch):
-    address, handler = web
-    monkeypatch.setattr(csv, "SCAN_BYTES", 1_000)
-    monkeypatch.setattr(csv, "BLOCK_BYTES", 4_000)
-    log = source(f"{address}/log.csv")
-    log.check()
-    chunks = log.chunks(20_000)
-    assert len(chunks) == 4
-    handler.ranges.clear()
-    (*_, batch) = log.batches(chunks[2])
-    row = batch.to_pylist()[-1]
-    assert TEXT[: chunks[2].stop].decode().endswith(f"{row['y']},{row['a']},{row['n']}\n")
-    starts, stops = zip(*sorted(handler.ranges), strict=True)
-    assert starts[1:] == tuple(stop + 1 for stop in stops[:-1])  # nothing twice
-    assert (starts[0], stops[-1] + 1) == chunks[2][:2]
-    assert max(stop - start for start, stop in handler.ranges) < 4_000
-
-
-@pytest.mark.parametrize("given", ["days", "days/", "d*", "days/*/*.csv", "**/*.csv", "days/day=*"])
+@pytest.mark.parametrize("given", ["days/", "d*", "days/*/*.csv", "**/*.csv"])
 def test_folders_and_globs(bucket, home, given):
     """As of the same local files."""
     local = [path for path in expand_paths(f"{home}/{given}") if "days" in str(path)]
@@ -168,7 +146,7 @@ def test_folders_and_globs(bucket, home, given):
     assert [path.name for path in local] == ["a b.csv", "b.csv"]
 
 
-@pytest.mark.parametrize("given", ["s3", "memory://days", "memory://days/day=*/*.csv"])
+@pytest.mark.parametrize("given", ["s3", "memory://days/day=*/*.csv"])
 def test_hive_columns(request, given):
     """Of a file system of pyarrow, and of fsspec."""
     if given == "s3":
@@ -185,55 +163,36 @@ def test_hive_columns(request, given):
     assert rows == [{"y": 0, "a": "a", "day": "9"}, {"y": 1, "a": "b", "day": "10"}]
 
 
+@pytest.mark.parametrize("name", ["none.csv", "none/*.csv"])
+def test_inputs_that_are_not_there(bucket, name):
+    for url in (bucket.url(name), bucket.url(name, "nobucket")):
+        with pytest.raises(UserError, match=f"no input file found for {re.escape(url)}"):
+            expand_paths(url)
+
+
 @pytest.mark.parametrize(
-    ("path", "message"),
+    ("url", "message"),
     [
-        ("s3:none.csv", r"no input file found for s3://bucket/none.csv\?"),
-        ("s3:none/*.csv", r"no input file found for s3://bucket/none/\*.csv\?"),
-        ("s3://nobucket/*", r"no input file found for s3://nobucket/\*"),
-        ("s3://nobucket/a.csv", "no input file found for s3://nobucket/a.csv"),
-        ("s3:days/_SUCCESS", "_SUCCESS.* is empty"),
-        ("s3://bucket/a?endpoint_override=127.0.0.1:9&scheme=http", "s3://bucket/a.*NETWORK_CONN"),
         ("s3://bucket/a?regio=x", "s3://bucket/a.*regio"),
-        ("http:none.csv", r"no input file found for http://127.*none.csv\."),
-        ("http:*.csv", r"no input file found for http://127.*\*.csv\."),
         ("http://127.0.0.1:9/a.csv", "no input file found for http://127.0.0.1:9/a.csv. Check"),
         ("nowhere://a/b", "cannot read input file nowhere://a/b: Protocol not known: nowhere"),
         ("abfs://a/b", "cannot read input file abfs://a/b: Install adlfs"),
     ],
 )
-def test_inputs_that_are_not_there(bucket, web, path, message):
-    kind, _, name = path.partition(":")
-    if not name.startswith("//"):
-        path = bucket.url(name) if kind == "s3" else f"{web[0]}/{name}"
-    if "nobucket" in path:
-        path = bucket.url(path.rpartition("/")[2], "nobucket")
-    with pytest.raises(UserError, match=message) as caught:
-        expand_paths(path)
-    assert "secret" not in str(caught.value)
-
-
-def test_a_bad_value_is_named_by_url_and_line(url):
-    log = source(url("bad.csv"))
-    with pytest.raises(UserError) as caught:
-        rows_of(log, 20_000)
-    assert f"{log.path}, line 5001, column 'y': the label is '2'" in str(caught.value)
+def test_urls_that_cannot_be_read(url, message):
+    with pytest.raises(UserError, match=message):
+        expand_paths(url)
 
 
 def test_a_connection_that_breaks(web, monkeypatch):
-    address, handler = web
-    log = source(f"{address}/log.csv")
+    log = source(f"{web}/log.csv")
     chunks = log.chunks(20_000)
-
-    def broken(self):
-        self.connection.close()
-
-    monkeypatch.setattr(handler, "do_GET", broken)
-    with pytest.raises(UserError, match=f"cannot read input file {address}/log.csv: .*connection"):
-        list(log.batches(chunks[1]))
-    monkeypatch.undo()
-    handler.ranges = None  # as Python's server is
-    with pytest.raises(UserError, match=f"{address}/log.csv: .*support range requests"):
+    with monkeypatch.context() as patch:
+        patch.setattr(Handler, "do_GET", lambda self: self.connection.close())
+        with pytest.raises(UserError, match=f"input file {web}/log.csv: .*connection"):
+            list(log.batches(chunks[1]))
+    monkeypatch.setattr(Handler, "has_ranges", False)  # as Python's server is
+    with pytest.raises(UserError, match=f"{web}/log.csv: .*support range requests"):
         list(log.batches(chunks[1]))
 
 
@@ -241,22 +200,20 @@ def test_adopted_parquet(bucket):
     """It is read at a URL, but not trained on."""
     ((file,), (part,)) = (open_files(bucket.url(name)) for name in ("log.parquet", "*.parquet"))
     assert (file, file.rows) == (part, len(FRAME))
-    with pytest.raises(
-        UserError, match=r"adopted parquet must be local. Received: s3://bucket/log"
-    ):
+    with pytest.raises(UserError, match="adopted parquet must be local. Received: s3://bucket/log"):
         file_state(file.path)
 
 
 def test_prepare(bucket, tmp_path):
     """From a folder of the bucket: the same data as from the same local files."""
     (tmp_path / "logs").mkdir()
-    log = toy_log(tmp_path / "logs" / "log.csv")
-    bucket("toy/log.csv.gz", gzip.compress(log.read_bytes()))
+    log = write_log(tmp_path / "logs" / "log.csv")
+    bucket("clicks/log.csv.gz", gzip.compress(log.read_bytes()))
     prepared = [
-        prepare(TOY, given, tmp_path / name, progress=False)
-        for name, given in (("local", log.parent), ("remote", bucket.url("toy")))
+        prepare(CLICKS, given, tmp_path / name, progress=False)
+        for name, given in (("local", log.parent), ("remote", bucket.url("clicks")))
     ]
-    assert prepared[1].record["inputs"][0]["path"] == bucket.url("toy/log.csv.gz")
-    for part in ("train", "valid", "test"):
+    assert prepared[1].record["inputs"][0]["path"] == bucket.url("clicks/log.csv.gz")
+    for part in ("train", "test"):
         local, remote = (pq.read_table(data.path / part) for data in prepared)
         assert local.equals(remote)

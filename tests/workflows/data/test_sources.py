@@ -2,8 +2,8 @@
 
 import dataclasses
 import gzip
-import os
 import tempfile
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from merlin_cowclip.workflows.data.prepare.pipeline import READERS
 from merlin_cowclip.workflows.data.sources import csv
-from merlin_cowclip.workflows.data.sources.base import ids_as_text
+from merlin_cowclip.workflows.data.sources.base import ids_as_text, times_of, without_place
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.sources.files import expand_paths
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
@@ -24,7 +24,6 @@ from merlin_cowclip.workflows.data.spec import AVAZU, CRITEO, DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError
 
 SPEC = DatasetSpec("toy", "y", ("a", "b"))
-NO_HEADER = dataclasses.replace(SPEC, header=False, columns=("y", "a", "c"))
 HEAD = "y,a,b\n"
 MARK = b"\xef\xbb\xbf"
 
@@ -32,11 +31,6 @@ MARK = b"\xef\xbb\xbf"
 def rows_of(source, size=1 << 20):
     batches = [batch for chunk in source.chunks(size) for batch in source.batches(chunk)]
     return [tuple(row.values()) for batch in batches for row in batch.to_pylist()]
-
-
-def checked_rows(source):
-    source.check()
-    return rows_of(source)
 
 
 def source(path, text, spec=SPEC, **options):
@@ -99,30 +93,27 @@ def test_only_a_file_with_quotes_is_one_part(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "line"),
+    "rows",
     [
-        ({51: '0,x,"open'}, 52),
-        ({51: '1,"a\nb","open'}, 52),
-        ({51: '0,"open,i'}, 52),
+        {51: '1,"a\nb","open'},
+        {51: '0,"open,i'},
         # As many cells as there should be: only the text behind the closing quote tells.
-        ({51: '0,"u,i', 90: '1,"u,i"'}, 52),
+        {51: '0,"u,i', 90: '1,"u,i"'},
     ],
 )
-@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
-def test_an_open_quote_swallows_no_rows(tmp_path, name, rows, line):
+def test_an_open_quote_swallows_no_rows(tmp_path, rows):
     lines = ["y,a,b", *(f"{i % 2},u{i},i{i}" for i in range(100))]
     for place, row in rows.items():
         lines[place] = row
-    with pytest.raises(UserError, match=f"{name}, line {line}: a quoted cell is not closed"):
-        rows_of(source(tmp_path / name, "\n".join(lines)))
+    with pytest.raises(UserError, match="log.csv, line 52: a quoted cell is not closed"):
+        rows_of(source(tmp_path / "log.csv", "\n".join(lines)))
 
 
-@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
-def test_a_blank_line_of_one_column_is_a_missing_value(tmp_path, name):
+def test_a_blank_line_of_one_column_is_a_missing_value(tmp_path):
     """As `cut -d, -f2` writes it."""
     spec = DatasetSpec(name="toy", label="y", categorical=("a",))
     for blank in ("", '""'):
-        log = source(tmp_path / name, f"a\nu\n{blank}\nv\n", spec, labelled=False)
+        log = source(tmp_path / "log.csv", f"a\nu\n{blank}\nv\n", spec, labelled=False)
         log.check()
         assert rows_of(log) == [("u",), (None,), ("v",)]
 
@@ -130,8 +121,7 @@ def test_a_blank_line_of_one_column_is_a_missing_value(tmp_path, name):
 # Places
 
 
-@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
-@pytest.mark.parametrize("size", [50, 1 << 20])
+@pytest.mark.parametrize(("name", "size"), [("log.csv", 50), ("log.csv.gz", 1 << 20)])
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -151,37 +141,13 @@ def test_a_bad_value_is_named_by_line_and_column(tmp_path, name, size, row, word
         rows_of(log, size)
 
 
-def test_lines_of_a_file_with_line_ends_in_cells(tmp_path):
-    log = source(tmp_path / "log.csv", HEAD + '1,"a\n\nb",c\n' * 5 + "2,u,v\n")
-    with pytest.raises(UserError, match=r"log.csv, line 17, column 'y': the label is '2'"):
-        rows_of(log)
-
-
 @pytest.mark.parametrize(
     ("spec", "text", "message"),
     [
-        (
-            CRITEO,
-            ",".join(["id", "click", *AVAZU.categorical]) + "\n1,0\n",
-            r"log.csv is not as specification 'criteo' says: expected 40 columns .*, found 1\. Set",
-        ),
-        (
-            AVAZU,
-            "0" + "\t" * 39,
-            r"'avazu' says: expected at least 23 columns separated by ',', found 1",
-        ),
-        (
-            SPEC,
-            "y;a;b\n",
-            r"'toy' says: expected at least 3 columns separated by ',', found 1. Set separator",
-        ),
-        (SPEC, "y,A,b\n", r"log.csv has no column 'a' of data set 'toy'. It has: 'y', 'A', 'b'"),
-        (SPEC, "y,a,b,a\n", r"two columns named 'a'"),
-        (
-            NO_HEADER,
-            "1,x,z\n",
-            r"log.csv has no column 'b' of .* It has: 'y', 'a', 'c'",
-        ),
+        (CRITEO, "id,click,hour\n1,0,2\n", "not as .* 'criteo' says: expected 40 col.*, found 1"),
+        (SPEC, "y;a;b\n", r"expected at least 3 columns separated by ',', found 1. Set separator"),
+        (SPEC, "y,A,b\n", "log.csv has no column 'a' of data set 'toy'. It has: 'y', 'A', 'b'"),
+        (SPEC, "y,a,b,a\n", "two columns named 'a'"),
         (SPEC, "\n\n", "has no rows"),
         (SPEC, HEAD.encode("utf-16"), "not a CSV file in UTF-8.*parquet, set format = 'parquet'"),
     ],
@@ -191,113 +157,82 @@ def test_another_format(tmp_path, spec, text, message):
         source(tmp_path / "log.csv", text, spec).check()
 
 
-@pytest.mark.parametrize(
-    "compress", [gzip.compress, lambda text: pa.Codec("zstd").compress(text, asbytes=True)]
-)
-def test_compressed_files(tmp_path, compress):
+@pytest.mark.parametrize("kind", ["gzip", "zstd"])
+def test_compressed_files(tmp_path, kind):
     """Whatever their names; several compressed files may follow each other."""
+    compress = partial(pa.Codec(kind).compress, asbytes=True)
     rows = [f"{i % 2},u{i},i{i * i}\n" for i in range(20_000)]
     packed = compress((HEAD + "".join(rows[:9])).encode()) + compress("".join(rows[9:]).encode())
     assert len(rows_of(source(tmp_path / "log.csv", packed))) == 20_000
-    for harmed, reason in (
-        (packed[:-2_000], "Truncated compressed stream"),
-        (packed[:-8] + bytes(8), "(zlib inflate|ZSTD decompress) failed"),
-    ):
-        with pytest.raises(UserError, match=f"cannot read input file .*log.csv: {reason}"):
-            rows_of(source(tmp_path / "log.csv", harmed))
+    with pytest.raises(UserError, match="input file .*log.csv: Truncated compressed stream"):
+        rows_of(source(tmp_path / "log.csv", packed[:-2_000]))
 
 
 # Spellings
 
 
-SPELT = DatasetSpec(
-    *("toy", "y", ("a",), ("n",), ("t",)), null_values=("\\N",), label_values=("False", "True")
-)
-
-
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_spellings_of_missing_values_and_labels(tmp_path, kind):
-    if kind == "csv":
-        text = "y,a,n,t\nTrue,\\N,\\N,\\N\nFalse,x,1,u|\\N\n"
-        log = source(tmp_path / "log.csv", text, SPELT)
-    else:
-        categories = pa.array(["\\N", "x"]).dictionary_encode()
-        columns = {"y": ["True", "False"], "a": categories, "n": ["\\N", "1"]}
-        columns["t"] = [["\\N"], ["u", "\\N"]]
-        pq.write_table(pa.table(columns), tmp_path / "log.parquet")
-        spec = dataclasses.replace(SPELT, format="parquet")
-        log = ParquetSource(spec, tmp_path / "log.parquet")
-    log.check()
-    tags = [] if kind == "csv" else [None]  # an empty cell is an empty list
-    assert rows_of(log) == [(1, None, None, tags), (0, 1.0, "x", ["u", None])]
-
-
-def test_another_spelling_of_a_label(tmp_path):
-    for label in ("no", " True"):
-        log = source(tmp_path / "log.csv", f"y,a,n,t\nTrue,x,1,u\n{label},x,1,u\n", SPELT)
-        message = f"line 3, column 'y': the label is '{label}' instead of 'False' or 'True'"
-        with pytest.raises(UserError, match=message):
-            rows_of(log)
+def test_spellings_of_missing_values_and_labels(tmp_path):
+    categories = pa.array(["\\N", "x"]).dictionary_encode()
+    columns = {"y": ["True", "False"], "a": categories, "n": ["\\N", "1"]}
+    table = pa.table({**columns, "t": [["\\N"], ["u", "\\N"]]})
+    pq.write_table(table, tmp_path / "log.parquet")
+    options = {"null_values": ("\\N",), "label_values": ("False", "True"), "format": "parquet"}
+    spec = DatasetSpec("toy", "y", ("a",), ("n",), ("t",), **options)
+    log = ParquetSource(spec, tmp_path / "log.parquet")
+    assert rows_of(log) == [(1, None, None, [None]), (0, 1.0, "x", ["u", None])]
 
 
 @pytest.mark.parametrize("label", [-1, 2, 0.5])
 def test_a_number_that_is_no_label(tmp_path, label):
     """-1 and 1 are the labels of many other tools."""
     spec = DatasetSpec("toy", "y", ("a",))
-    message = f"2, column 'y': the label is '{label}' instead of '0' or '1'"
-    with pytest.raises(UserError, match=f"line {message.replace('2', '3', 1)}"):
+    words = f"column 'y': the label is '{label}' instead of '0' or '1'"
+    with pytest.raises(UserError, match=f"line 3, {words}"):
         rows_of(source(tmp_path / "log.csv", f"y,a\n1,x\n{label},x\n", spec))
-    pq.write_table(pa.table({"y": [1, label], "a": ["x", "x"]}), tmp_path / "log.parquet")
-    with pytest.raises(UserError, match=f"row {message}"):
-        rows_of(
-            ParquetSource(dataclasses.replace(spec, format="parquet"), tmp_path / "log.parquet")
-        )
+    table = pa.table({"y": [1, 1, label], "a": ["x", "x", "x"]})
+    pq.write_table(table, tmp_path / "log.parquet", row_group_size=2)
+    log = ParquetSource(dataclasses.replace(spec, format="parquet"), tmp_path / "log.parquet")
+    with pytest.raises(UserError, match=f"row 3, {words}"):
+        rows_of(log, 1)
 
 
 @pytest.mark.parametrize(("cell", "separator"), [("[3, 0]", ","), ("['a' 'b']", " "), ("[]", "|")])
 def test_lists_in_brackets(tmp_path, cell, separator):
-    """As pandas and NumPy write lists into a CSV file."""
+    """As pandas and NumPy write lists into a CSV file; other ids may have brackets."""
     spec = DatasetSpec("toy", "y", (), (), ("t",), list_separator=separator)
     log = source(tmp_path / "log.csv", f'y,t\n1,[deleted]\n1,\n0,"{cell}"\n', spec)
     with pytest.raises(UserError, match=r"log.csv, line 4, column 't': the list .* in brackets"):
         rows_of(log)
 
 
-def test_ids_of_lists_may_have_brackets(tmp_path):
-    text = "y,t\n1,[deleted]|[a]\n0,[]|x[1]\n1,[x\n"
-    log = source(tmp_path / "log.csv", text, DatasetSpec("toy", "y", (), (), ("t",)))
-    assert rows_of(log) == [(1, ["[deleted]", "[a]"]), (0, ["[]", "x[1]"]), (1, ["[x"])]
-
-
-@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
 @pytest.mark.parametrize("head", ['u:token,"a\nb",y', "\ufeffu,x:float,y:label"])
-def test_columns_rename_those_of_a_header(tmp_path, name, head):
+def test_columns_rename_those_of_a_header(tmp_path, head):
     """As pandas.read_csv(header=0, names=…) does."""
     spec = DatasetSpec("toy", "y", ("u", "b"), columns=("u", "b", "y"))
     lines = [f"{i},x{i},{i % 2}" for i in range(50)]
-    text = "\n".join([head, *lines, ""])
-    log = source(tmp_path / name, text, spec)
+    log = source(tmp_path / "log.csv", "\n".join([head, *lines, ""]), spec)
     read = pd.read_csv(log.path, header=0, names=spec.columns, dtype=str)
     assert log.has_label()
     log.check()
-    for size in (1, 100, 1 << 20):
-        found = rows_of(log, size)
-        assert found == [(int(y), u, b) for u, b, y in read.itertuples(index=False, name=None)]
-    assert len(found) == 50
-    line = 42 + 1 + head.count("\n")
-    for label in "2?":
-        lines[41] = f"41,x41,{label}"
-        log = source(tmp_path / name, "\n".join([head, *lines]), spec)
-        with pytest.raises(UserError, match=rf"line {line}, column 'y': .*[{label}]"):
-            checked_rows(log)
-    unlabelled = "\n".join(["u,b", *(row[:-2] for row in lines)])
-    log = source(tmp_path / name, unlabelled, spec, labelled=False)
+    for size in (1, 1 << 20):
+        rows = read.itertuples(index=False, name=None)
+        assert rows_of(log, size) == [(int(y), u, b) for u, b, y in rows]
+    lines[41] = "41,x41,2"
+    log = source(tmp_path / "log.csv", "\n".join([head, *lines]), spec)
+    with pytest.raises(UserError, match=rf"line {43 + head.count(chr(10))}, column 'y': .*2"):
+        rows_of(log)
+
+
+def test_columns_of_a_header_at_another_place_or_without_the_label(tmp_path):
+    spec = DatasetSpec("toy", "y", ("u", "b"), columns=("u", "b", "y"))
+    log = source(tmp_path / "log.csv", "u,b\n0,x0\n", spec, labelled=False)
     assert not log.has_label()
-    assert checked_rows(log)[:2] == [("0", "x0"), ("1", "x1")]
-    log = source(tmp_path / name, "b,u:token,y\nx0,0,1\n", spec)
+    log.check()
+    assert rows_of(log) == [("0", "x0")]
+    log = source(tmp_path / "log.csv", "b,u:token,y\nx0,0,1\n", spec)
     with pytest.raises(UserError, match="has 'b' at another place .* the order of the header"):
         log.check()
-    source(tmp_path / name, "u,u,y\nx0,0,1\n", spec).check()  # two columns with one name
+    source(tmp_path / "log.csv", "u,u,y\nx0,0,1\n", spec).check()  # two columns with one name
 
 
 # Parquet
@@ -308,7 +243,6 @@ def test_columns_rename_those_of_a_header(tmp_path, name, head):
     [
         (pa.array([3, None, 2**62 + 1]), ["3", None, str(2**62 + 1)]),
         (pa.array([3.0, None, float("nan"), -7.0]), ["3", None, None, "-7"]),
-        (pa.array(["a", "", None]), ["a", None, None]),
         (pa.array(["a", "", None]).dictionary_encode()[1:], [None, None]),
         (pa.array([True, False]), ["true", "false"]),
         (pa.array([b"a", None]), ["a", None]),
@@ -316,7 +250,7 @@ def test_columns_rename_those_of_a_header(tmp_path, name, head):
         (pa.array([["a", ""], None, []])[1:], [[], []]),
         (pa.array([[1, None], None]), [["1", None], []]),
     ],
-    ids=lambda value: str(getattr(value, "type", "")),
+    ids=str,
 )
 def test_ids_as_text(ids, texts):
     assert ids_as_text(ids, isinstance(texts[-1], list)).to_pylist() == texts
@@ -341,21 +275,66 @@ def test_what_is_no_id(ids, message):
 def test_parquet_types(tmp_path):
     spec = DatasetSpec("toy", "y", ("a",), ("n",), ("t",), format="parquet")
     columns = {"y": [1, 0], "a": ["x", "z"], "n": [1.0, None], "t": [["u"], []]}
+    log = ParquetSource(spec, tmp_path / "log.parquet")
     for name, values, message in (
-        ("y", [1, 2], r"row 2, column 'y': the label is '2' instead of '0' or '1'"),
-        ("n", [1.0, float("inf")], r"row 2, column 'n': the number is inf"),
-        ("n", ["1", "x"], r"cannot read column 'n' of .*: .*'x'"),
-        ("t", [1, 2], r"cannot read column 't' of .*: it is int64, not a list"),
-        ("a", [["x"], []], r"cannot read column 'a' of .*: it is list"),
+        ("n", [1.0, float("inf")], "row 2, column 'n': the number is inf"),
+        ("n", ["1", "x"], "cannot read column 'n' of .*: .*'x'"),
+        ("t", [1, 2], "cannot read column 't' of .*: it is int64, not a list"),
+        ("a", [["x"], []], "cannot read column 'a' of .*: it is list"),
     ):
-        pq.write_table(pa.table({**columns, name: values}), tmp_path / "log.parquet")
-        log = ParquetSource(spec, tmp_path / "log.parquet")
+        pq.write_table(pa.table({**columns, name: values}), log.path)
         with pytest.raises(UserError, match=message):
-            checked_rows(log)
-    pq.write_table(pa.table({**columns, "n": ["1.5", ""], "y": ["1", "0"]}), log.path)
-    assert rows_of(log) == [(1, 1.5, "x", ["u"]), (0, None, "z", [])]
-    pq.write_table(pa.table({**columns, "t": ["u|v", ""]}), log.path)
-    assert rows_of(log) == [(1, 1.0, "x", ["u", "v"]), (0, None, "z", [])]
+            rows_of(log)
+    texts = {"n": ["1.5", ""], "y": ["1", "0"], "t": ["u|v", ""]}
+    pq.write_table(pa.table({**columns, **texts}), log.path)
+    assert rows_of(log) == [(1, 1.5, "x", ["u", "v"]), (0, None, "z", [])]
+
+
+# Times
+
+
+LATE = pd.Timestamp("2024-08-28 23:50", tz="UTC")
+ISO_8601 = ["2024-08-28T23:50Z", "2024-08-29 05:20:00+05:30", "2024-08-28T12:50-1100"]
+ISO_8601 += ["2024-08-28 23:50", "2024-08-29 13:50:00.000000001+14", "2024-08-28T23:50:00,0"]
+
+
+@pytest.mark.parametrize(
+    ("column", "layout"),
+    [
+        (pa.array([1724889000, 1724889000.0]), None),
+        (pa.array([LATE.tz_localize(None)], pa.timestamp("s")), None),
+        (pa.array([LATE + pd.Timedelta(1)], pa.timestamp("ns", "Asia/Kolkata")), None),
+        (pa.array(ISO_8601), None),
+        (pa.array(["28/08/2024 23:50"]).dictionary_encode(), "%d/%m/%Y %H:%M"),
+    ],
+)
+def test_times_of_any_form_are_instants(column, layout):
+    """Text without a zone is UTC, whatever the zone of the text before."""
+    times = times_of(column, "t", timed(layout), without_place, may_be_missing=False)
+    assert times.type in (pa.float64(), pa.timestamp("us", "UTC"))
+    seconds = times.cast(pa.timestamp("s", "UTC") if times.type != pa.float64() else times.type)
+    assert set(seconds.cast(pa.int64()).to_pylist()) == {LATE.timestamp()}
+
+
+@pytest.mark.parametrize(
+    ("column", "layout", "message"),
+    [
+        (pa.array(["9/9/2024"]), None, "'9/9/2024' is not a number, a timestamp or ISO 8601. Set"),
+        (pa.array(["2024-09-31"]), None, "the time '2024-09-31' is not a number"),
+        (pa.array(["30/02/2024"]), "%d/%m/%Y", "'30/02/2024' is not in time_format '%d/%m/%Y'"),
+        (pa.array(["7", "noon"]), None, "the time 'noon' is not"),
+        (pa.array(["7", "inf"]), None, "the time 'inf' is not"),
+        (pa.array([None, 7.0]), None, "the time is missing"),
+        (pa.array([1092024]), "%d%m%Y", "it is int64, not text in the time_format"),
+    ],
+)
+def test_times_of_no_form_are_refused(column, layout, message):
+    with pytest.raises((UserError, ValueError), match=message):
+        times_of(column, "t", timed(layout), without_place, may_be_missing=False)
+
+
+def timed(layout: str | None) -> DatasetSpec:
+    return dataclasses.replace(SPEC, split=Split("time", 0.5, "t", time_format=layout))
 
 
 # Files and folders
@@ -373,18 +352,13 @@ def test_folders_and_globs(tmp_path):
     for inputs in (home, f"{home}/*", f"{home}/**/*", f"{home}/*/*.csv", days):
         assert list(expand_paths(inputs)) == days
     assert list(expand_paths(home / "day_9" / "_temporary")) == [home / "day_9/_temporary/a.csv"]
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "dangling.csv").symlink_to("gone")
     for inputs, message in (
         (home / "nowhere", "no input file found"),
         (home / "day_9" / "_SUCCESS", "_SUCCESS is empty"),
         (f"{tmp_path}/d*.csv", r"no input file found for .*/d\*.csv"),
-        (tmp_path / "pipe", "pipe is not a regular file"),
-        ("x" * 5_000, "cannot read input file xx"),
         ([], "no input file given"),
         ([days[0], home], "day_9/a.csv is given twice"),
-        ([days[0], days[0]], "day_9/a.csv is given twice"),
-        (home / "day_9" / "part-0.csv", "part-0.csv is empty"),
     ):
         with pytest.raises(UserError, match=message):
             expand_paths(inputs)
@@ -392,52 +366,38 @@ def test_folders_and_globs(tmp_path):
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_hive_partitions(tmp_path, kind):
-    spec = DatasetSpec(
-        *("toy", "y", ("site", "ad"), ("hour",)), format=kind, split=Split("time", 0.5, "day")
-    )
-    frame = pd.DataFrame(
-        {
-            "y": [0, 1, 1, 0],
-            "ad": [1, 2, 3, 4],
-            "site": ["a b", None, "c", "c"],
-            "hour": [1, 2, 1, 2],
-        }
-    )
-    days = ["2024-01-01", "2024-01-02"] * 2
-    frame["day"] = days
+    roles = ("y", ("site", "ad"), ("hour",))
+    spec = DatasetSpec("toy", *roles, format=kind, split=Split("time", 0.5, "day"))
+    columns = {"y": [0, 1, 1, 0], "hour": [1, 2, 1, 2], "site": ["a b", None, "c", "c"]}
+    frame = pd.DataFrame({**columns, "ad": [1, 2, 3, 4], "day": ["2024-01-01", "2024-01-02"] * 2})
     frame.to_parquet(tmp_path / "logs", partition_cols=["day", "site", "hour"])
-    found = []
+    rows = []
     for path, root in expand_paths(tmp_path / "logs").items():
         if kind == "csv":
             pq.ParquetFile(path).read().to_pandas().to_csv(path, index=False)
         log = READERS[kind](spec, path, root=root)
         assert log.names == ("y", "ad", "day", "site", "hour")
-        assert log.has_label()
         log.check()
-        found += rows_of(log)
-    expected = frame[["y", "hour", "site", "ad", "day"]].astype({"ad": str, "hour": float})
-    expected = expected.assign(day=pd.to_datetime(days, utc=True))
+        rows += rows_of(log)
+    expected = frame.astype({"ad": str, "hour": float})
+    expected["day"] = pd.to_datetime(frame["day"], utc=True)
     expected = expected.astype(object).where(expected.notna(), None)
-    assert sorted(found, key=str) == sorted(expected.itertuples(index=False, name=None), key=str)
+    assert sorted(rows, key=str) == sorted(expected.itertuples(index=False, name=None), key=str)
 
 
-def test_hive_columns_come_from_below_the_input(tmp_path, monkeypatch):
+def test_hive_columns_come_from_below_the_input(tmp_path):
     """As pandas reads a folder or a file; a glob counts from its first folder without a pattern."""
     home = tmp_path / "user=alice" / "logs"
-    pd.DataFrame({"y": [1], "day": [2], "hour": [3]}).to_parquet(
-        home, partition_cols=["day", "hour"]
-    )
+    frame = pd.DataFrame({"y": [1], "day": [2], "hour": [3]})
+    frame.to_parquet(home, partition_cols=["day", "hour"])
     (file,) = home.rglob("*.parquet")
-    monkeypatch.chdir(home)
     for inputs, columns in (
         (home, ["day", "hour"]),
         (home / "day=2", ["hour"]),
         (file, []),
-        (".", ["day", "hour"]),
         (f"{home}/*/hour=*", ["day", "hour"]),
         (f"{home}/day=2/**/*.parquet", ["hour"]),
         (f"{tmp_path}/*/logs", ["user", "day", "hour"]),
-        ("day=*/*/*", ["day", "hour"]),
     ):
         ((path, root),) = expand_paths(inputs).items()
         spec = DatasetSpec("toy", "y", ("day",), format="parquet")

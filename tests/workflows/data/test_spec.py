@@ -2,18 +2,11 @@
 
 import pytest
 
-from merlin_cowclip.workflows.data.spec import (
-    AVAZU,
-    CRITEO,
-    DatasetSpec,
-    Split,
-    find_spec,
-)
+from merlin_cowclip.workflows.data.spec import AVAZU, CRITEO, DatasetSpec, Split, find_spec
 from merlin_cowclip.workflows.errors import UserError
 
 TOML = """
 name = "shop"
-format = "csv"
 separator = ";"
 label = "bought"
 categorical = ["user", "item"]
@@ -22,8 +15,11 @@ lists = ["genres"]
 list_separator = " "
 
 [split]
-kind = "sequential"
+kind = "time"
+column = "when"
+time_format = "%d/%m/%Y"
 test = 0.25
+valid = ["a.csv", "b.csv"]
 """
 
 
@@ -39,20 +35,23 @@ def test_criteo_and_avazu_have_the_papers_fields_and_splits():
     assert AVAZU.split == Split("random", 0.2)
 
 
-CHOSEN = DatasetSpec(
+FIELDS = DatasetSpec(
     "toy",
-    "y",
-    ("user", "item"),
-    freq_threshold={"user": 3},
-    hash_buckets={"user": 7},
-    split=Split("time", ("a.csv", "b.csv"), "hour", 0.2, "%d/%m/%Y"),
-    non_finite="missing",
+    "rating",
+    ("seller", "buyer", "device"),
+    ("price", "age", "income"),
     null_values=("\\N",),
-    label_values=("False", "True"),
+    split=Split("time", ("a.csv", "b.csv"), "hour", 0.2, "%d/%m/%Y"),
+    shared=(("seller", "buyer"),),
+    freq_threshold={"device": 3},
+    hash_only={"device": 64},
+    standardize=("age",),
+    quantiles={"income": 50},
+    label_above=3,
 )
 
 
-@pytest.mark.parametrize("spec", [CRITEO, AVAZU, CHOSEN])
+@pytest.mark.parametrize("spec", [CRITEO, AVAZU, FIELDS])
 def test_a_spec_survives_its_dict(spec):
     assert DatasetSpec.from_dict(spec.to_dict()) == spec
 
@@ -68,67 +67,65 @@ def test_toml(tmp_path):
         lists=("genres",),
         separator=";",
         list_separator=" ",
-        split=Split("sequential", 0.25),
+        split=Split("time", 0.25, "when", ("a.csv", "b.csv"), "%d/%m/%Y"),
     )
-    assert DatasetSpec.from_toml(path) == expected
-    assert find_spec(path) == expected
-    assert expected.header
+    assert DatasetSpec.from_toml(path) == find_spec(path) == expected
     assert expected.fields == ("price", "user", "item", "genres")
-
-
-def test_toml_of_a_split(tmp_path):
-    path = tmp_path / "shop.toml"
-    keys = 'kind = "time"\ncolumn = "when"\ntime_format = "%d/%m/%Y"\ntest = 0.2\n'
-    path.write_text(TOML[: TOML.index("kind")] + keys + 'valid = ["a.csv", "b.csv"]')
-    expected = Split("time", 0.2, "when", ("a.csv", "b.csv"), "%d/%m/%Y")
-    assert DatasetSpec.from_toml(path).split == expected
-    path.write_text(TOML)
-    assert DatasetSpec.from_toml(path).split == Split("sequential", 0.25, None, 0.1)
+    for text, message in (
+        (TOML.replace('name = "shop"', ""), "a key is unknown or missing: missing 1 .* 'name'"),
+        (TOML.replace("lists", "listz"), "a key is unknown .* unexpected keyword argument 'listz'"),
+        (TOML.replace("[split]", "[split"), "as TOML: "),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=f"{path}.* {message}"):
+            DatasetSpec.from_toml(path)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("changes", "message"),
     [
-        ('name = "shop"', "", r"a key is unknown or missing: missing 1 required .* 'name'"),
-        ('label = "bought"', "label = 7", r"label must be a text.*Received: 7"),
-        ('label = "bought"', 'label = "user"', r"one role. Received: 'user'"),
-        ('["price"]', '["item"]', r"one role. Received: 'item'"),
-        ('["user", "item"]', '"user"', r"categorical must be a list of texts"),
-        (
-            '["genres"]',
-            '["genres"]\nlistz = 1',
-            r"a key is unknown.*: got an unexpected keyword argument 'listz'",
-        ),
-        ('format = "csv"', 'format = "orc"', r"format must be one of 'csv', 'parquet'"),
-        ('separator = ";"', 'separator = ";;"', r"separator must be one ASCII character"),
-        ('separator = ";"', "header = false", r"with header = false needs columns. List all"),
-        (
-            'format = "csv"',
-            'format = "parquet"\ncolumns = ["a"]',
-            r"columns are for format csv only",
-        ),
-        ('kind = "sequential"', 'kind = "by day"', r"split.kind must be one of"),
-        ("test = 0.25", "test = 1", r"split.test must be a share from 0 to below 1, or .* 1"),
-        ("test = 0.25", "test = 0.25\nseed = 1", r"unexpected keyword argument 'seed'"),
-        ("test = 0.25", "valid = -0.1", r"split.valid must be a share .* Received: -0.1"),
-        ("test = 0.25", 'valid = "a.csv"', r"split.valid must .*, or files. Received: 'a.csv'"),
-        ("test = 0.25", "valid = []", r"split.valid must .*, or files. Received: \[\]"),
-        ('"sequential"', '"time"\ncolumn = "t"\ntime_format = 5', r"time_format .* Received: 5"),
-        ("[split]", 'null_values = "x"\n[split]', r"null_values must be a list of texts"),
-        ("[split]", 'label_values = ["1"]\n[split]', r"label_values must be two different texts"),
-        ("[split]", "[split", r"cannot read .*/shop.toml as TOML"),
+        ({"label": 7}, "label must be a text.*Received: 7"),
+        ({"label": "buyer"}, "one role. Received: 'buyer'"),
+        ({"continuous": ["buyer"]}, "one role. Received: 'buyer'"),
+        ({"categorical": "user"}, "categorical must be a list of texts"),
+        ({"format": "orc"}, "format must be one of 'csv', 'parquet'"),
+        ({"separator": ";;"}, "separator must be one ASCII character"),
+        ({"header": False}, "with header = false needs columns. List all"),
+        ({"format": "parquet", "columns": ["a"]}, "columns are for format csv only"),
+        ({"null_values": "x"}, "null_values must be a list of texts"),
+        ({"label_values": ["1"]}, "label_values must be two different texts"),
+        ({"label_values": ["n", "y"]}, "label_above and label_values"),
+        ({"label_above": "3"}, "label_above must be a number. Received: '3'"),
+        ({"non_finite": "zero"}, "non_finite must be one of 'refuse', 'missing'"),
+        ({"hour": 5}, "hour must be the name of a column. Received: 5"),
+        ({"freq_threshold": -1}, "freq_threshold must be a whole number of at least 0"),
+        ({"freq_threshold": {"price": 2}}, "freq_threshold must name fields of ids.*'price'"),
+        ({"freq_threshold": {"buyer": 0.5}}, "freq_threshold of 'buyer' must .* Received: 0.5"),
+        ({"hash_buckets": 0}, "hash_buckets must be a whole number from 1 to 1073741824"),
+        ({"hash_only": {"device": 0}}, "hash_only of 'device' must .* Received: 0"),
+        ({"shared": [["seller", "price"]]}, "shared must name fields of ids.*'price'"),
+        ({"shared": [["seller", "buyer"], ["buyer", "device"]]}, "each once.*'buyer'"),
+        ({"shared": [["seller", "device"]]}, "'seller', 'device' share a vocabulary"),
+        ({"log1p": ["seller"]}, "log1p must name fields of numbers.*'seller'"),
+        ({"quantiles": {"age": 4}}, "'age' must be in standardize or quantiles"),
+        ({"quantiles": {"income": 1}}, "quantiles of 'income' must .* Received: 1"),
+        ({"split": {"kind": "by day"}}, "split.kind must be one of"),
+        ({"split": {"test": 1}}, "split.test must be a share from 0 to below 1, or .* 1"),
+        ({"split": {"test": float("nan")}}, "split.test must be a share .* nan"),
+        ({"split": {"valid": -0.1}}, "split.valid must be a share .* Received: -0.1"),
+        ({"split": {"valid": "a.csv"}}, "split.valid must .*, or files. Received: 'a.csv'"),
+        ({"split": {"seed": 1}}, "unexpected keyword argument 'seed'"),
+        ({"split": {"kind": "time"}}, "split.column must name the column of times"),
+        ({"split": {"column": "hour"}}, "split.column must name the column of times"),
+        ({"split": {"time_format": 5}}, "time_format .* Received: 5"),
     ],
 )
-def test_toml_errors_name_the_file_and_the_key(tmp_path, old, new, message):
-    assert old in TOML
-    path = tmp_path / "shop.toml"
-    path.write_text(TOML.replace(old, new))
-    with pytest.raises(UserError, match=message) as caught:
-        DatasetSpec.from_toml(path)
-    assert str(path) in str(caught.value)
+def test_rules(changes, message):
+    with pytest.raises(UserError, match=message):
+        DatasetSpec.from_dict({**FIELDS.to_dict(), **changes})
 
 
-def test_no_ids_at_all_is_refused():
+def test_a_spec_needs_ids():
     with pytest.raises(UserError, match="categorical must name at least one column"):
         DatasetSpec("x", "y", (), ("n",))
 

@@ -53,7 +53,7 @@ def split_by(
     return SimpleNamespace(**{**parts._asdict(), "rows": rows, "part_of": scan.part_of})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=200, unique=True), st.data())
 def test_so_many_keys_are_lower_than_a_cut(keys, data):
     ranks = data.draw(st.lists(st.integers(0, len(keys) - 1), min_size=1, max_size=4))
@@ -85,7 +85,7 @@ def check_parts(parts, labels: np.ndarray) -> None:
 shares = st.sampled_from((0, 0.1, 0.25, 1 / 3, 0.5))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from(("random", "sequential")), st.integers(1_000, 1_300), shares, shares)
 def test_sizes_are_exact(kind, n, test, valid):
     """Of all rows the test part; of the others the validation part."""
@@ -105,7 +105,7 @@ def test_sizes_are_exact(kind, n, test, valid):
             assert not len(rows) or abs(rows.mean() - n / 2) < n / 5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(20, 400), shares, shares, st.integers(0, 99), st.booleans())
 def test_the_latest_times_are_the_tests_and_those_before_the_validations(
     distinct, test, valid, seed, dates
@@ -124,17 +124,17 @@ def test_the_latest_times_are_the_tests_and_those_before_the_validations(
         assert bool(len(rows)) == bool(share) == (part in parts.boundaries)
         if not share:
             continue
-        held, wanted = instants[rest], share * len(rest)
-        sizes = [np.count_nonzero(held >= time) for time in np.unique(held)[1:]]
+        left, wanted = instants[rest], share * len(rest)
+        sizes = [np.count_nonzero(left >= time) for time in np.unique(left)[1:]]
         assert abs(len(rows) - wanted) == np.abs(np.subtract(sizes, wanted)).min()
         rest = np.setdiff1d(rest, rows)
         assert instants[rest].max() < instants[rows].min()
-        said = parts.boundaries[part]
+        boundary = parts.boundaries[part]
         if dates:
-            assert said.endswith(" UTC")
-            assert pd.Timestamp(said[:-4]).value // 1_000 == instants[rows].min()
+            assert boundary.endswith(" UTC")
+            assert pd.Timestamp(boundary[:-4]).value // 1_000 == instants[rows].min()
         else:
-            assert said == str(instants[rows].min())
+            assert boundary == str(instants[rows].min())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,14 +150,11 @@ def test_rows_of_files_are_their_part(kind):
         parts = split_by(kind, **held_out, files={part: 200}, times=times)
         check_parts(parts, LABELS)
         assert parts.rows[part].tolist() == [*range(800, 1_000)]
-        of_share, others = parts.rows[share], parts.rows["train"]
-        assert len(of_share) == 80
+        assert len(parts.rows[share]) == 80
         if kind == "time":
             late = times.to_numpy()
-            assert late[of_share].min() > late[others].max()
+            assert late[parts.rows[share]].min() > late[parts.rows["train"]].max()
             assert parts.boundaries[part] == f"{late[800:].min():.0f}"
-        if kind == "sequential":
-            assert of_share.min() > others.max()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -180,15 +177,7 @@ def test_the_order_is_the_seeds(kind):
             {"labels": LABELS * ((np.arange(1_000) < 600) | (np.arange(1_000) >= 750))},
             "the validation part has 150 rows with label 0 and 0 with label 1, column 'y'",
         ),
-        (
-            {"labels": LABELS | (np.arange(1_000) < 600)},
-            "the training part has 0 rows with label 0 and 600 with label 1, column 'y'",
-        ),
         ({"test": 1e-9}, "the test part has 0 rows with label 0 and 0 with label 1"),
-        (
-            {"valid": ("empty",), "files": {"valid": 0}},
-            "the validation part has 0 rows with label 0 and 0 with label 1",
-        ),
         (
             {"kind": "time", "times": pa.array(np.arange(1_000) // 500, pa.float64())},
             "all 500 rows to divide have the same time, column 't'",  # once those of the test left
