@@ -124,17 +124,16 @@ class DeferredRows:
                 self._optimizer._create_all_weights([variable])
         with not_recorded(), colocated_with(variable) as on_cpu:
             if rows is None:
-                return self._catch_up_all(variable)
+                self._catch_up_all(variable)
+                return
             flat = tf.reshape(tf.cast(rows, tf.int64), [-1])
-            self._catch_up_table(
-                variable._unique_id, unique_rows(flat, variable.shape[0], on_cpu).rows
-            )
+            self._catch_up(variable, unique_rows(flat, variable.shape[0], on_cpu).rows)
 
     def catch_up_updated(self, variable: tf.Variable, rows: tf.Tensor) -> None:
         """As `catch_up_rows`, of a gradient's unique rows, if a step was made since the lookup."""
         last = tf.gather(self._last_step(variable), rows)
         late = tf.reduce_any(last < tf.cast(self._optimizer.iterations, last.dtype))
-        tf.cond(late, lambda: self._catch_up_table(variable._unique_id, rows), lambda: None)
+        tf.cond(late, lambda: self._catch_up(variable, rows), lambda: None)
 
     def catch_up(self) -> None:
         """Apply missed steps to all rows of the model's tables."""
@@ -148,10 +147,13 @@ class DeferredRows:
 
         def body(begin: tf.Tensor) -> tuple[tf.Tensor]:
             end = tf.minimum(begin + chunk, number)
-            self._catch_up_table(variable._unique_id, tf.range(begin, end))
+            self._catch_up(variable, tf.range(begin, end))
             return (end,)
 
         tf.while_loop(lambda begin: begin < number, body, (tf.constant(0, tf.int64),))
+
+    def _catch_up(self, variable: tf.Variable, rows: tf.Tensor) -> None:
+        self._catch_up_table(variable._unique_id, rows)
 
     @tf.function(autograph=False, reduce_retracing=True)  # as one op, which Ctrl-C cannot divide
     def _catch_up_table(self, unique_id: str, rows: tf.Tensor) -> None:
