@@ -119,7 +119,7 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
     if "loss" not in compile_arguments:
         compile_arguments.setdefault("loss_weights", description["loss_weights"])
         compile_arguments["loss"] = _losses(description["losses"])
-    model.compile(inner, **compile_arguments)
+    model.compile(**compile_arguments)
     model.optimizer = optimizer  # on several ranks, Merlin's compile takes no loss scaling
     inner.create_slots(model.trainable_variables)
     status = _checkpoint(state_of(model, inner, weights)).read(str(path / CHECKPOINT))
