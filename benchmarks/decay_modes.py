@@ -37,7 +37,7 @@ from scipy.stats import qmc
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.optimizers import cowclip
-from merlin_cowclip.plugins.optimizers.cowclip import AdamPart
+from merlin_cowclip.plugins.optimizers.parts import AdamPart
 from merlin_cowclip.workflows import PreparedData, TrainConfig
 from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.training.builder import dummy_batch, network, set_seeds

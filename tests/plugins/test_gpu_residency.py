@@ -17,7 +17,7 @@ from merlin_cowclip.plugins import (
 )
 from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema
 from merlin_cowclip.plugins.optimizers import deferred, row_clip
-from merlin_cowclip.plugins.optimizers.cowclip import AdamPart
+from merlin_cowclip.plugins.optimizers.parts import AdamPart
 from merlin_cowclip.plugins.schedules import Proportional
 
 from .gpu_kernels import check_kernels, what_it_waits_for

@@ -22,28 +22,23 @@ def of_two(monkeypatch):
 
     def create(others, **given):
         answers, calls = iter(others), []
-        optimizer = SimpleNamespace(awaits_rank_sync=True)
         monkeypatch.setattr(callbacks, "synchronize", lambda *given: calls.append("sync"))
         monkeypatch.setattr(callbacks, "ranks", lambda: Ranks(0, 2, 0, 2))
         monkeypatch.setattr(callbacks, "all_gather", lambda own: np.append(own, next(answers)))
         monkeypatch.setattr(callbacks, "all_gather_object", lambda own: [own, next(answers)])
-        monkeypatch.setattr(callbacks, "optimizer_of", lambda model: model.optimizer)
+        monkeypatch.setattr(callbacks, "optimizer_of", lambda model: None)
         sync = RankSync(**given)
-        sync.set_model(SimpleNamespace(stop_training=False, optimizer=optimizer))
+        sync.set_model(SimpleNamespace(stop_training=False))
         return sync, calls
 
     return create
 
 
-def test_ranks_are_synchronized_at_the_first_batch_of_each_epoch(of_two):
+def test_ranks_are_synchronized_before_each_epoch(of_two):
     sync, calls = of_two([0])
     sync.on_train_begin()
-    assert not sync.model.optimizer.awaits_rank_sync
     for epoch in range(2):
         sync.on_epoch_begin(epoch)
-        assert len(calls) == epoch
-        for batch in range(3):
-            sync.on_train_batch_begin(batch)
         assert len(calls) == epoch + 1
 
 
@@ -80,7 +75,6 @@ def test_one_rank_has_no_other():
     sync.set_model(SimpleNamespace(stop_training=True))  # of any optimizer
     sync.on_train_begin()
     sync.on_epoch_begin(0)
-    sync.on_train_batch_begin(0)
     sync.on_train_batch_end(0)
     sync.on_epoch_end(0, logs)
     assert logs == {"loss": np.float32(0.25)}
@@ -88,10 +82,10 @@ def test_one_rank_has_no_other():
 
 @pytest.mark.parametrize(
     ("given", "each_batch"),
-    [(None, False), ([KERAS.EarlyStopping()], False), ([KERAS.TerminateOnNaN()], True)],
+    [([], False), ([KERAS.EarlyStopping()], False), ([KERAS.TerminateOnNaN()], True)],
 )
-def test_merlins_fit_has_it_first_and_last(given, each_batch):
+def test_a_fit_has_it_first_and_last(given, each_batch):
     first, *between, last = with_rank_sync(given)
-    assert between == (given or [])
+    assert between == given
     assert [type(one) for one in (first, last)] == [RankSync] * 2
     assert (first._each_batch, last._each_batch) == (False, each_batch)

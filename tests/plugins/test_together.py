@@ -14,7 +14,7 @@ from merlin_cowclip.plugins.distributed.horovod import Ranks
 from merlin_cowclip.plugins.optimizers import cowclip, rank_sync
 from merlin_cowclip.plugins.optimizers.state import state_of
 
-from .merlin_models import SCHEMA, TARGET, batch, dataset, own_mlp
+from .merlin_models import SCHEMA, TARGET, batch, own_mlp
 
 OTHER = ColumnSchema("z", dtype=np.float32, tags=[Tags.TARGET, Tags.REGRESSION])
 
@@ -64,14 +64,7 @@ def test_a_loss_that_is_no_mean_is_an_error(reduction):
 
 def test_any_other_loss_is_a_mean():
     own = {"z/regression_output": "mse", "y/binary_output": lambda y, clicks: tf.square(y - clicks)}
-    compiled(two_outputs, own).make_train_function()
-
-
-def test_a_fit_without_rank_sync_is_an_error_on_several_ranks(on_two_ranks):
-    """Merlin's adds it; Keras's own has no place for that."""
-    model = compiled(own_mlp)
-    with pytest.raises(ValueError, match=r"fit needs the callback RankSync.*callbacks=\[sync"):
-        model.fit(dataset(SCHEMA, 2), verbose=0)
+    compiled(two_outputs, own).train_on_batch(*batch(SCHEMA))
 
 
 def test_a_fit_starts_with_the_state_and_other_epochs_with_the_learning_rate(
@@ -81,8 +74,7 @@ def test_a_fit_starts_with_the_state_and_other_epochs_with_the_learning_rate(
     monkeypatch.setattr(rank_sync, "broadcast", lambda variables: sent.append(list(variables)))
 
     def begin(*, epochs=1):
-        model.optimizer.fit_begins()
-        model.optimizer.training_begins(None)
+        model.optimizer.is_started = False
         for _ in range(epochs):
             rank_sync.synchronize(model.optimizer, model)
 
@@ -98,8 +90,8 @@ def test_a_fit_starts_with_the_state_and_other_epochs_with_the_learning_rate(
     assert len(sent) == 4
 
 
-def test_loss_scaling_stays_as_it_is_on_several_ranks(monkeypatch):
-    """Merlin made another one, by an argument that it has not."""
+def test_a_compiled_optimizer_stays_as_it_is_on_several_ranks(monkeypatch):
+    """Merlin makes another one, with its learning rate times the ranks, of any other kind."""
     from merlin.models.tf.models import base
 
     monkeypatch.setattr(base, "hvd_installed", True)
@@ -108,10 +100,8 @@ def test_loss_scaling_stays_as_it_is_on_several_ranks(monkeypatch):
     model(batch(SCHEMA)[0])
     optimizer = CowClipOptimizer.for_model(model, Hyperparameters(32, warmup_epochs=0.0))
     rate = float(optimizer.learning_rate)
-    scaling = tf.keras.mixed_precision.LossScaleOptimizer(optimizer)
-    model.compile(optimizer=scaling, metrics=[])
-    assert model.optimizer is scaling
-    assert scaling.inner_optimizer is optimizer
+    model.compile(optimizer=optimizer, metrics=[])
+    assert model.optimizer is optimizer
     assert float(optimizer.learning_rate) == rate
 
 

@@ -126,10 +126,6 @@ class DCNBlock(CTRBlock):
         """The cross stream's logit, b×1."""
         return self.cross_logit(self.cross(x))
 
-    def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {**super().get_config(), "cross_layers": self.cross_layers}
-
 
 @_registered
 class DCNv2Block(DCNBlock):
@@ -152,10 +148,6 @@ class DCNv2Block(DCNBlock):
             kernel_initializer=KERNEL_INITIALIZER,
         )
 
-    def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {**super().get_config(), "low_rank_dim": self.low_rank_dim}
-
 
 @_registered
 class DLRMBlock(CTRBlock):
@@ -173,16 +165,16 @@ class DLRMBlock(CTRBlock):
         self, schema: Schema, *, bottom_mlp: Sequence[int] = (512, 256, 64), **kwargs: Any
     ) -> None:
         super().__init__(schema, **kwargs)
-        self.bottom_units = layer_units("bottom_mlp", tuple(bottom_mlp)) if bottom_mlp else ()
+        self.bottom_mlp = layer_units("bottom_mlp", tuple(bottom_mlp)) if bottom_mlp else ()
         if self.continuous_fields:
-            self.bottom = mlp_block((*self.bottom_units, self.embedding_dim))
+            self.bottom = mlp_block((*self.bottom_mlp, self.embedding_dim))
         elif len(self.embeddings.fields) < 2:
             raise ValueError(
                 "The schema must have two fields at least, for DLRM reads their products alone. "
                 f"Received the columns {self.schema.column_names}. Use another network"
             )
         self.products = DotProductInteraction()
-        self.top = mlp_block(self.mlp_units)
+        self.top = mlp_block(self.mlp)
         self.top_logit = logit("top_logit")
 
     def interaction(
@@ -194,7 +186,3 @@ class DLRMBlock(CTRBlock):
         dense = self.bottom(continuous)
         products = self.products(tf.concat([dense[:, tf.newaxis], embedded], axis=1))
         return self.top_logit(self.top(tf.concat([dense, products], axis=1)))
-
-    def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {**super().get_config(), "bottom_mlp": list(self.bottom_units)}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -20,14 +21,11 @@ KERNEL_INITIALIZER = "he_normal"
 
 
 class CTRBlock(tf.keras.layers.Layer):
-    """Features → one logit: linear part + deep stream + the subclass's `interaction`.
+    """Features, a dict as `mm.Model` prepares it → one logit, b×1.
 
-    The linear part is a 1-wide table, starting at zero, and one weight per continuous feature. The
-    deep stream is an MLP over x, the F·d embedded values and the continuous features. A network is
-    a subclass that says which of these it has.
-
-    Arguments and errors are those of the builders, `networks.py`. Input: dict of features as
-    `mm.Model` prepares them. Output: logit, b×1.
+    Linear part (a 1-wide table, starting at zero, and one weight per continuous feature) + deep
+    stream (an MLP over x, the F·d embedded values and the continuous features) + the subclass's
+    `interaction`. Arguments and errors are those of the builders, `networks.py`.
     """
 
     has_linear = True
@@ -48,7 +46,7 @@ class CTRBlock(tf.keras.layers.Layer):
         super().__init__(**kwargs)
         self.schema = input_schema(schema)
         self.embedding_dim = integer("embedding_dim", embedding_dim)
-        self.mlp_units = layer_units("mlp", tuple(mlp))
+        self.mlp = layer_units("mlp", tuple(mlp))
         self.stddev = check_number("stddev", stddev)
         self.combiner = plain_combiner(combiner)
         self.continuous_fields = tuple(self.schema.select_by_tag(Tags.CONTINUOUS).column_names)
@@ -61,7 +59,7 @@ class CTRBlock(tf.keras.layers.Layer):
             self.linear = FusedEmbeddings(self.schema, 1, stddev=0.0, name="linear", **table)
             self.continuous_logit = logit("continuous_logit")
         if self.has_deep:
-            self.deep = mlp_block(self.mlp_units)
+            self.deep = mlp_block(self.mlp)
             self.deep_logit = logit("deep_logit")
 
     def call(self, inputs: dict[str, Any]) -> tf.Tensor:
@@ -99,21 +97,23 @@ class CTRBlock(tf.keras.layers.Layer):
         """
         return None
 
+    @property
+    def sharded(self) -> bool:
+        """Whether the ranks share the tables' rows."""
+        return (self.embeddings if self.has_embeddings else self.linear).sharded
+
     def compute_output_shape(self, input_shape: dict[str, Any]) -> tf.TensorShape:
         """b×1."""
         return tf.TensorShape([next(iter(input_shape.values()))[0], 1])
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
-        return {
-            **super().get_config(),
-            "schema": schema_text(self.schema),
-            "embedding_dim": self.embedding_dim,
-            "mlp": list(self.mlp_units),
-            "stddev": self.stddev,
-            "combiner": plain_combiner(self.combiner),
-            "sharded": (self.embeddings if self.has_embeddings else self.linear).sharded,
+        values = {name: getattr(self, name) for name in arguments_of(type(self))}
+        values = {
+            k: list(value) if isinstance(value, tuple) else value for k, value in values.items()
         }
+        plain = {"schema": schema_text(self.schema), "combiner": plain_combiner(self.combiner)}
+        return {**super().get_config(), **values, **plain}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CTRBlock:
@@ -121,6 +121,16 @@ class CTRBlock(tf.keras.layers.Layer):
         schema = tensorflow_metadata_json_to_schema(config["schema"])
         with precision_policy(tf.keras.layers.Layer(dtype=config.get("dtype")).dtype_policy):
             return cls(**{**config, "schema": schema})
+
+
+def arguments_of(block: type[CTRBlock]) -> dict[str, inspect.Parameter]:
+    """The arguments of a block and of its bases, which are attributes of it, by name."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in reversed(block.__mro__):
+        if issubclass(base, CTRBlock):
+            # Not of the class, whose `__new__` takes any arguments in Keras 2.12.
+            found.update(inspect.signature(base.__init__).parameters)
+    return {name: one for name, one in found.items() if name not in ("self", "kwargs")}
 
 
 def logit(name: str) -> tf.keras.layers.Dense:
@@ -212,14 +222,7 @@ def as_model(kind: type[CTRBlock], schema: Schema, **options: Any) -> mm.Model:
 
 
 def serving_inputs(schema: Schema) -> dict[str, tf.TensorSpec]:
-    """The features of a batch as Merlin's loader and workflows give them.
-
-    Ids are int64 and numbers float32 of shape b, a list column is `name__values` and
-    `name__offsets`, one of a known length n is b×n.
-
-    Raises:
-      ValueError: a name that a SavedModel cannot take.
-    """
+    """The features of a batch as Merlin's loader gives them; a ValueError for unsavable names."""
     refused = unsavable_names(schema.column_names)
     if refused:
         raise ValueError(

@@ -15,11 +15,7 @@ from merlin_cowclip.plugins._tensorflow import tf
 
 
 class IdCheck:
-    """Checks the ids of one call of a layer, field by field, with one answer for all.
-
-    Raises, where the answer arrives: `tf.errors.InvalidArgumentError` with the first bad field, its
-    cardinality, and an id received.
-    """
+    """Checks the ids of one call of a layer, field by field, with one answer for all."""
 
     def __init__(self) -> None:
         self._fields: list[str] = []

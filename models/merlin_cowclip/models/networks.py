@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from merlin_cowclip.models import blocks
-from merlin_cowclip.models.ctr_block import CTRBlock, as_model
+from merlin_cowclip.models.ctr_block import CTRBlock, arguments_of, as_model
 from merlin_cowclip.plugins._tensorflow import mm
 
 _ARGUMENTS = """
@@ -35,13 +35,8 @@ Raises:
 
 def _builder(name: str, block: type[CTRBlock]) -> Callable[..., mm.Model]:
     """`(schema, *, …)` → model, with the arguments of the block and of its bases."""
-    parameters: dict[str, inspect.Parameter] = {}
-    for base in reversed(block.__mro__):
-        if issubclass(base, CTRBlock):
-            # Not of the class, whose `__new__` takes any arguments in Keras 2.12.
-            parameters.update(inspect.signature(base.__init__).parameters)
-    del parameters["self"], parameters["kwargs"]
-    signature = inspect.Signature([*parameters.values()], return_annotation="mm.Model")
+    arguments = arguments_of(block).values()
+    signature = inspect.Signature([*arguments], return_annotation="mm.Model")
 
     def build(*args: Any, **options: Any) -> mm.Model:
         given = signature.bind(*args, **options)

@@ -22,13 +22,7 @@ def row_ranges(columns: Sequence[ColumnSchema]) -> tuple[tuple[int, ...], dict[s
     """Divide the rows of a table by int domain, as Merlin's `mm.Embeddings` does.
 
     Fields whose domains have one name share its rows; one without a name is its field's own.
-
-    Returns:
-      First row of each domain, in the order in which fields first name them, then V; and for each
-      field the number of its domain.
-
-    Raises:
-      ValueError: a column without an int domain, or two of one domain that differ in size.
+    Returns the first row of each domain, then V; and for each field the number of its domain.
     """
     sizes = {c.name: cardinality(c) for c in columns}
     domains = {c.name: str(c.int_domain.name or c.name) for c in columns}

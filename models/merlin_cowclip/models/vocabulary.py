@@ -163,17 +163,10 @@ def encode(
     unknown: int,
     empty_is_missing: bool = False,
 ) -> Ids:
-    """Ids of raw ids, n, int64.
+    """Ids of raw ids, n, int64: text, whole numbers (7, 7.0 and "7" are one id), or missing.
 
-    Args:
-      vocabulary: from `read_vocabulary`.
-      raw_ids: n; text as in counts/, whole numbers (7, 7.0 and "7" are one id), or missing.
-      missing: id of None, NaN and NA.
-      unknown: id of those that the vocabulary does not contain.
-      empty_is_missing: whether empty text is missing, as in prepared data.
-
-    Raises:
-      ValueError: a single value, or a raw id of another type.
+    `vocabulary` is from `read_vocabulary`; `missing`, `unknown`: ids of None, NaN and NA, and of
+    what it does not contain; `empty_is_missing`: empty text is missing, as in prepared data.
     """
     if not pd.api.types.is_list_like(raw_ids):
         raise ValueError(f"Raw ids must be a list. Received: {raw_ids!r}. Give [{raw_ids!r}]")

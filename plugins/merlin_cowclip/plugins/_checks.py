@@ -23,10 +23,10 @@ def check_path(name: str, path: str | os.PathLike[str]) -> None:
 
 
 def is_integer(
-    value: Any, least: int | None = None, most: int | None = None, *, numpys: bool = False
-) -> TypeGuard[int]:
-    """Whether `value` is a whole number from `least` to `most`, and no bool; NumPy's: `numpys`."""
-    whole = isinstance(value, numbers.Integral if numpys else int) and not isinstance(value, bool)
+    value: Any, least: int | None = None, most: int | None = None
+) -> TypeGuard[numbers.Integral]:
+    """Whether `value` is a whole number from `least` to `most`, NumPy's say, and no bool."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return whole and (least is None or value >= least) and (most is None or value <= most)
 
 
@@ -57,7 +57,7 @@ def integer(name: str, value: Any, most: int | None = None, *, least: int = 1) -
         positive = least == 1 and most is None
         wanted = "a positive whole number" if positive else integer_range(least, most)
         raise ValueError(f"{name} must be {wanted}. Received: {name}={value!r}")
-    return value
+    return int(value)
 
 
 def layer_units(name: str, units: Any) -> tuple[int, ...]:
@@ -68,28 +68,22 @@ def layer_units(name: str, units: Any) -> tuple[int, ...]:
             f"{name} must be at least one positive whole number of units. Received: "
             f"{name}={units!r}"
         )
-    return tuple(layers)
+    return tuple(map(int, layers))
 
 
 _SAVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
-def argument_name(feature: str) -> str:
-    """The name that TensorFlow gives an argument of a signature: `user.id` is `user_id`."""
-    name = re.sub(r"[.-]", "_", feature)
-    return f"arg_{name}" if name[:1].isdigit() else name
-
-
 def unsavable_names(names: Iterable[str]) -> list[str]:
-    """Feature names that a SavedModel's signature cannot take.
+    """Feature names that a SavedModel's signature cannot take: Keras finds out after the training.
 
     Names are letters, digits, `_`, `.` and `-` after a letter or digit, and no word of Python's. No
-    two may differ in `.`, `-` and `_` alone, in `arg_` before a digit, or in case. Keras finds out
-    at `model.save`, after the training.
+    two may differ in `.`, `-` and `_` alone, in `arg_` before a digit, or in case.
     """
     refused, taken = [], set[tuple[str, str]]()
     for name in names:
-        as_taken = {("argument", argument_name(name)), ("tensor", name.lower())}
+        argument = re.sub(r"^(?=\d)", "arg_", re.sub(r"[.-]", "_", name))  # TensorFlow's name of it
+        as_taken = {("argument", argument), ("tensor", name.lower())}
         reserved = keyword.iskeyword(name) or name == "self"
         if reserved or taken & as_taken or not _SAVED.fullmatch(name):
             refused.append(name)
@@ -97,7 +91,7 @@ def unsavable_names(names: Iterable[str]) -> list[str]:
     return refused
 
 
-KERAS_OPTIONS: Mapping[str, str] = {
+KERAS_OPTIONS = {
     "amsgrad": "It is Adam as the paper has it.",
     "decay": "Use a Keras schedule: learning_rate, dense_schedule or embedding_schedule.",
     "weight_decay": "Tables have hyperparameters.l2; dense weights take a kernel_regularizer.",
@@ -108,15 +102,15 @@ KERAS_OPTIONS: Mapping[str, str] = {
 class RefusesOptions:
     """Base of an optimizer that refuses options of Keras, and to change what it was made with."""
 
-    not_offered: ClassVar[Mapping[str, str]] = {}  # other options → what to do instead
+    not_offered: ClassVar[Mapping[str, str]] = KERAS_OPTIONS  # → what to do; of all bases
     settled: ClassVar[Collection[str]] = ()  # attributes that only the constructor sets
 
     def __setattr__(self, name: str, value: Any) -> None:
-        refused = {**KERAS_OPTIONS, **self.not_offered}
-        if name in refused and value is not None and value is not False and value != []:
+        refused = (vars(kind).get("not_offered", {}).get(name) for kind in type(self).__mro__)
+        advice = next(filter(None, refused), None)
+        if advice and value is not None and value is not False and value != []:
             raise ValueError(
-                f"A {type(self).__name__} has no {name}. Received: {name}={value!r}. "
-                f"{refused[name]}"
+                f"A {type(self).__name__} has no {name}. Received: {name}={value!r}. {advice}"
             )
         if name in self.settled and name in self.__dict__:
             raise ValueError(f"{name} cannot change after construction. Make another optimizer.")

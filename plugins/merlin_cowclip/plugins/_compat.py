@@ -21,6 +21,7 @@ _KERAS = (
     "engine.compile_utils",
     "layers.preprocessing",
     "layers.preprocessing.preprocessing_utils",
+    "mixed_precision.policy",
     "optimizers.utils",
     "saving.saving_lib",
     "utils.control_flow_util",

@@ -20,6 +20,7 @@ _compat.give_old_names()
 
 import absl.logging
 import tensorflow as tf
+from keras.mixed_precision.policy import policy_scope as precision_policy
 from keras.optimizers.utils import filter_empty_gradients
 from keras.saving import saving_lib
 
@@ -43,17 +44,6 @@ def quiet_stack() -> Iterator[None]:
     finally:
         tf.get_logger().setLevel(level)
         absl.logging.set_verbosity(verbosity)
-
-
-@contextlib.contextmanager
-def precision_policy(policy: Any) -> Iterator[None]:
-    """Give the layers that are made and built within a Keras policy, or one by name."""
-    before = tf.keras.mixed_precision.global_policy()
-    tf.keras.mixed_precision.set_global_policy(policy)
-    try:
-        yield
-    finally:
-        tf.keras.mixed_precision.set_global_policy(before)
 
 
 with warnings.catch_warnings(), quiet_stack():

@@ -18,31 +18,16 @@ _R2 = 2**0.5
 _BATCHES = (1 * K, 2 * K, 4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 128 * K)
 
 # Table 8 (Criteo, no clip): dense η, embedding η and λ at 1K, 2K, 4K, 8K.
+_SQRT, _DOUBLED = (1e-4, _R2 * 1e-4, 2e-4, 2 * _R2 * 1e-4), (1e-4, 2e-4, 4e-4, 8e-4)
 _TABLE_8 = {
-    "sqrt": (
-        (1e-4, _R2 * 1e-4, 2e-4, 2 * _R2 * 1e-4),
-        (1e-4, _R2 * 1e-4, 2e-4, 2 * _R2 * 1e-4),
-        (1e-5, _R2 * 1e-5, 2e-5, 2 * _R2 * 1e-5),
-    ),
-    "linear": (
-        (1e-4, 2e-4, 4e-4, 8e-4),
-        (1e-4, 2e-4, 4e-4, 8e-4),
-        (1e-5, 1e-5, 1e-5, 1e-5),
-    ),
-    "n2_lambda": (
-        (1e-4, 2e-4, 4e-4, 8e-4),
-        (1e-4, 1e-4, 1e-4, 1e-4),
-        (1e-5, 4e-5, 16e-5, 128e-5),
-    ),
+    "sqrt": (_SQRT, _SQRT, (1e-5, _R2 * 1e-5, 2e-5, 2 * _R2 * 1e-5)),
+    "linear": (_DOUBLED, _DOUBLED, (1e-5,) * 4),
+    "n2_lambda": (_DOUBLED, (1e-4,) * 4, (1e-5, 4e-5, 16e-5, 128e-5)),
 }
-
 # Table 9 (CowClip; embedding η is 1e-4 throughout): dense η, λ, r and ζ at 1K … 128K.
 _TABLE_9 = {
     "criteo": (
-        (
-            *(8e-4, 8 * _R2 * 1e-4, 16e-4, 16 * _R2 * 1e-4),
-            *(32e-4, 32 * _R2 * 1e-4, 64e-4, 64 * _R2 * 1e-4),
-        ),
+        tuple(f * 1e-4 for f in (8, 8 * _R2, 16, 16 * _R2, 32, 32 * _R2, 64, 64 * _R2)),
         (1e-5, 2e-5, 4e-5, 8e-5, 16e-5, 32e-5, 64e-5, 128e-5),
         (1.0,) * 8,
         (3.162e-5,) * 8,

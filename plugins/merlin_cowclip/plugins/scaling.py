@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from merlin_cowclip.plugins._checks import is_integer, make_plain, plain
+from merlin_cowclip.plugins._checks import integer, make_plain, plain
 from merlin_cowclip.plugins._text import format_table
 
 K = 1024
@@ -79,11 +79,7 @@ class Hyperparameters:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if not is_integer(self.batch_size, 1, numpys=True):
-            raise ValueError(
-                "batch_size must be a positive whole number. Received: "
-                f"batch_size={self.batch_size!r}"
-            )
+        integer("batch_size", self.batch_size)
         for name in ("dense_lr", "embedding_lr", "clip_ratio"):
             check_number(name, getattr(self, name), positive=True)
         for name in ("l2", "clip_floor", "init_stddev", "warmup_epochs"):
@@ -201,10 +197,7 @@ def scale(tuned: Hyperparameters, *, to: int, rule: str = "sqrt_decay") -> Hyper
       to: the new global batch size in samples per update, a positive whole number.
       rule: a name in `SCALING_RULES`.
     """
-    found = find_rule(rule)
-    if not is_integer(to, 1, numpys=True):
-        raise ValueError(f"to must be a positive whole number of samples. Received: to={to!r}")
-    to = int(to)
+    found, to = find_rule(rule), integer("to", to)
     s = to / tuned.batch_size
     threshold = tuned.clip_threshold
     scaled = tuned.replace(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from merlin_cowclip.plugins._tensorflow import tf
-from merlin_cowclip.plugins.scaling import check_number
+from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 
 Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
 
@@ -23,6 +23,31 @@ def check_steps(name: str, steps: Any) -> int | None:
             f"{name}={steps}"
         )
     return None if steps is None else int(float(steps))
+
+
+def loaded_schedule(given: Any) -> Any:
+    """A schedule that may be given as Keras serializes it; anything else as it is."""
+    return tf.keras.optimizers.schedules.deserialize(given) if isinstance(given, dict) else given
+
+
+def scheduled_rates(
+    hp: Hyperparameters,
+    dense: Schedule | None,
+    embedding: Schedule | None,
+    decay_steps: Any,
+    warmup_steps: Any,
+) -> tuple[Any, Any]:
+    """η of dense weights and of tables: numbers or schedules, with decay and warm-up as `hp` has.
+
+    The lengths, in updates, are integers or variables.
+    """
+    if hp.decay:
+        to_zero = tf.keras.optimizers.schedules.PolynomialDecay
+        dense = dense or to_zero(hp.dense_lr, decay_steps, 0.0)
+        embedding = embedding or to_zero(hp.embedding_lr, decay_steps, 0.0)
+    dense = dense or hp.dense_lr
+    dense = LinearWarmup(dense, warmup_steps) if hp.warmup_epochs else dense
+    return dense, embedding or hp.embedding_lr
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -45,8 +70,7 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
         warmup_steps: int | tf.Variable,
         initial: float = 1e-8,
     ) -> None:
-        if isinstance(learning_rate, dict):
-            learning_rate = tf.keras.optimizers.schedules.deserialize(learning_rate)
+        learning_rate = loaded_schedule(learning_rate)
         if not isinstance(learning_rate, _KERAS_SCHEDULE):
             learning_rate = check_number("learning_rate", learning_rate, positive=True)
         self.learning_rate: Any = learning_rate

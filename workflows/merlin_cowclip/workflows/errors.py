@@ -56,5 +56,5 @@ def clipped(reason: str) -> str:
 
 def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
     """Raise UserError for what is no whole number, Python's or NumPy's, or out of range."""
-    if not is_integer(value, least, most, numpys=True):
+    if not is_integer(value, least, most):
         raise UserError(f"{name} must be {integer_range(least, most)}. Received: {value!r}")

@@ -7,7 +7,6 @@ Where Horovod is installed, Merlin imports and initialises it.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -70,10 +69,7 @@ def all_gather_each(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def all_to_all(values: tf.Tensor, sizes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Rows (n×…) in the order of the ranks that they are for, of which each gets `sizes` (N).
-
-    Returns what has come, in the order of the ranks, and how many rows from each, N.
-    """
+    """Send rows (n×…), `sizes` (N) to each rank in order; returns what came, and its sizes (N)."""
     name = _name("all_to_all")
     return tuple(_horovod().alltoall(values, splits=sizes, name=name, ignore_name_scope=True))
 
@@ -120,11 +116,9 @@ def check_same(of_one: Mapping[str, Any], rule: str) -> None:
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """What each rank has, fit for JSON, by rank; eagerly, on all ranks at once."""
-    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = all_gather(np.array([len(mine)], np.int64))
-    texts = np.split(all_gather(mine), np.cumsum(sizes)[:-1])
-    return [json.loads(text.tobytes()) for text in texts]
+    """What each rank has, by rank; eagerly, on all ranks at once."""
+    found: list[Any] = _horovod().allgather_object(value, name="cowclip_object")
+    return found
 
 
 def all_gather(values: NDArray[Any]) -> NDArray[Any]:

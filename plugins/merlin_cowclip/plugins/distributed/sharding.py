@@ -45,9 +45,8 @@ def look_up(
 ) -> tf.Tensor:
     """Rows of a table in shards, by row numbers of any shape: that shape × d; on all ranks at once.
 
-    A number out of range is read as the first or the last row. The gradient has slices by row
-    number of the whole table. `variable` has this rank's rows; `from_value`: whether
-    to gather from its value; `trainable`: whether an optimizer sends gradients to the owners.
+    Numbers out of range are read as the first or last row; the gradient has slices by row number of
+    the whole table. `trainable`: whether an optimizer sends gradients to the owners.
     """
     flat = tf.reshape(rows, [-1])
     shape = tf.concat([tf.shape(rows, tf.int64), [variable.shape[1]]], axis=0)

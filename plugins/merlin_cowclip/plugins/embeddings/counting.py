@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """In how many samples of the batch each row of a table occurs: cnt of Algorithm 1, line 7.
 
-cnt of a row is the number of samples of the batch that hold its id, added up over the features that
-a table serves. A sample is the first axis of the ids as the table gets them; padding is not
-counted; a feature that is looked up several times in a step with the same tensor counts once, as
-in Merlin's `DeepFMModel`, which looks every table up twice.
+A sample is the first axis of the ids as the table gets them, padding left out. Features add up; one
+that is looked up several times in a step with the same tensor counts once (internals/counting.md).
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, MutableSequence, Sequence
+from collections.abc import Hashable, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -156,20 +154,6 @@ class LookupRecorder:
 def _is_unique(ids: tf.Tensor) -> bool:
     op = getattr(source_of(ids), "op", None)
     return op is not None and op.type.startswith("Unique")
-
-
-def batch_size(recorders: Iterable[LookupRecorder]) -> tf.Tensor | None:
-    """Samples of the lookups recorded in this step, int32; `None` without any.
-
-    Of the feature with the fewest: micro-batches add up, and sampled negatives are no samples.
-    """
-    features: dict[Hashable, dict[Hashable, tf.Tensor]] = {}
-    for number, recorder in enumerate(recorders):
-        for one in recorder.lookups():
-            features.setdefault((number, one.feature), {})[one.identity] = one.ids
-    found = min(features.values(), key=len, default={}).values()
-    rows = [x.nrows(tf.int32) if isinstance(x, tf.RaggedTensor) else tf.shape(x)[0] for x in found]
-    return tf.add_n(rows) if rows else None
 
 
 def count_samples(table: Any, indices: tf.Tensor, on_cpu: bool = False) -> Rows:

@@ -17,6 +17,7 @@ from merlin_cowclip.plugins.embeddings.counting import Lookup
 from merlin_cowclip.plugins.embeddings.tables import HasTables, TableSpec
 
 _SPEC = "_merlin_cowclip_spec"
+_CUSTOM = "A custom layer needs a Keras Embedding, a Merlin table, or a table_specs() method."
 
 
 def find_tables(model: tf.keras.Model) -> list[TableSpec]:
@@ -54,8 +55,7 @@ def tables_of(model: tf.keras.Model, clip_tables: Sequence[Any] | None) -> list[
     if not specs:
         raise ValueError(
             f"No embedding table was found in the model {model.name!r}. If its layers are made "
-            "when it is built, call it on a batch first. A custom layer looks rows up by a Keras "
-            "Embedding or a Merlin table, or has a table_specs() method."
+            f"when it is built, call it on a batch first. {_CUSTOM}"
         )
     for wanted in clip_tables or ():
         if not any(any(spec.selected([wanted])) for spec in specs):
@@ -79,10 +79,8 @@ def check_known(
         if isinstance(gradient, tf.IndexedSlices) and variable.ref() not in known:
             raise ValueError(
                 f"{variable.name!r} has a sparse gradient, but belongs to no embedding table that "
-                "was found in the optimizer's model. Make the optimizer for the model that it is "
-                "compiled into, once all its layers are made, or call optimizer.bind(model). A "
-                "custom layer looks rows up by a Keras Embedding or a Merlin table, or has a "
-                "table_specs() method."
+                "was found in the optimizer's model. Call optimizer.bind(model) once all its "
+                f"layers are made. {_CUSTOM}"
             )
 
 

@@ -20,7 +20,8 @@ class CowClipAdagrad(ClipsRows, tf.keras.optimizers.legacy.Adagrad):
     Args:
       learning_rate: η of the embeddings, a number or a Keras schedule.
       initial_accumulator_value: G before the first step, not negative.
-      epsilon: ε; all others as in `ClipsRows`.
+      epsilon: ε.
+      settings: as in `ClipsRows`.
 
     Raises:
       ValueError: an argument outside its range.
@@ -31,33 +32,10 @@ class CowClipAdagrad(ClipsRows, tf.keras.optimizers.legacy.Adagrad):
         learning_rate: float | tf.keras.optimizers.schedules.LearningRateSchedule = 1e-2,
         initial_accumulator_value: float = 0.0,
         epsilon: float = 1e-7,
-        *,
-        l2: float = 1e-5,
-        clip: str | None = "adaptive_column",
-        clip_ratio: float = 1.0,
-        clip_floor: float = 3.162e-5,
-        clip_threshold: float | None = None,
-        update: str = "exact",
-        name: str = "CowClipAdagrad",
+        **settings: Any,
     ) -> None:
         check_number("initial_accumulator_value", initial_accumulator_value)
-        super().__init__(
-            learning_rate,
-            initial_accumulator_value,
-            l2=l2,
-            clip=clip,
-            clip_ratio=clip_ratio,
-            clip_floor=clip_floor,
-            clip_threshold=clip_threshold,
-            update=update,
-            epsilon=epsilon,
-            name=name,
-        )
-
-    def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        first = self._initial_accumulator_value
-        return {**super().get_config(), "initial_accumulator_value": first}
+        super().__init__(learning_rate, initial_accumulator_value, epsilon=epsilon, **settings)
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")

@@ -22,13 +22,12 @@ class CowClipAdam(ClipsRows, mm.LazyAdam):
 
     Args:
       learning_rate: η of the embeddings, a number or a Keras schedule; this, `beta_1`, `beta_2` and
-        `epsilon` (Keras's "epsilon hat") are as in Keras's Adam; all others as in `ClipsRows`.
+        `epsilon` (Keras's "epsilon hat") are as in Keras's Adam.
+      settings: as in `ClipsRows`.
 
     Raises:
       ValueError: an argument outside its range.
     """
-
-    deferred: DeferredRows | None = None
 
     def __init__(
         self,
@@ -36,31 +35,12 @@ class CowClipAdam(ClipsRows, mm.LazyAdam):
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
-        *,
-        l2: float = 1e-5,
-        clip: str | None = "adaptive_column",
-        clip_ratio: float = 1.0,
-        clip_floor: float = 3.162e-5,
-        clip_threshold: float | None = None,
-        update: str = "exact",
-        name: str = "CowClipAdam",
+        **settings: Any,
     ) -> None:
         if max(check_number("beta_1", beta_1), check_number("beta_2", beta_2)) >= 1:
             raise ValueError(f"beta_1 and beta_2 must be below 1. Received: {beta_1}, {beta_2}")
-        super().__init__(
-            learning_rate,
-            beta_1,
-            beta_2,
-            l2=l2,
-            clip=clip,
-            clip_ratio=clip_ratio,
-            clip_floor=clip_floor,
-            clip_threshold=clip_threshold,
-            update=update,
-            epsilon=epsilon,
-            name=name,
-        )
-        if update == "deferred":
+        super().__init__(learning_rate, beta_1, beta_2, epsilon=epsilon, **settings)
+        if self.update == "deferred":
             self.deferred = DeferredRows(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -73,21 +53,8 @@ class CowClipAdam(ClipsRows, mm.LazyAdam):
         if self.deferred is not None:
             self.deferred.create_state(var_list)
 
-    def _before_step(self, variables: Sequence[tf.Variable]) -> None:
-        if self.deferred is not None:
-            self.deferred.before_step(variables)
-
-    def _before_rows(self, variable: tf.Variable, indices: tf.Tensor) -> None:
-        if self.deferred is not None:
-            self.deferred.catch_up_updated(variable, indices)
-
     def _apply_rows(self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor) -> tf.Operation:
         done = super()._apply_rows(grad, var, indices)
         if self.deferred is None:
             return done
         return tf.group(done, self.deferred.after_step(var, indices))
-
-    def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        betas = {name: self._serialize_hyperparameter(name) for name in ("beta_1", "beta_2")}
-        return {**super().get_config(), **betas}

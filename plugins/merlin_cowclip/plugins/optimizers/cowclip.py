@@ -5,43 +5,45 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from merlin_cowclip.plugins._checks import RefusesOptions, integer
 from merlin_cowclip.plugins._tensorflow import Tags, filter_empty_gradients, mm, tf
 from merlin_cowclip.plugins.distributed.horovod import ranks, refuse_replicas
 from merlin_cowclip.plugins.distributed.sharding import Shard
-from merlin_cowclip.plugins.embeddings.counting import batch_size
 from merlin_cowclip.plugins.embeddings.discovery import check_known, tables_of
 from merlin_cowclip.plugins.embeddings.initializers import initialize
 from merlin_cowclip.plugins.embeddings.tables import TableSpec, normalize_clip_tables
 from merlin_cowclip.plugins.monitoring.statistics import NotFinite, StepStatistics, not_finite
-from merlin_cowclip.plugins.optimizers.adagrad import CowClipAdagrad, CowClipRowWiseAdagrad
-from merlin_cowclip.plugins.optimizers.adam import CowClipAdam
 from merlin_cowclip.plugins.optimizers.averages import (
     add_steps,
     averages_in_place,
     create_averages,
 )
 from merlin_cowclip.plugins.optimizers.model_hooks import install_hooks
+from merlin_cowclip.plugins.optimizers.parts import BASES, DensePart, table_parts
 from merlin_cowclip.plugins.optimizers.rank_sync import broadcast_state, reduce_gradients
-from merlin_cowclip.plugins.optimizers.row_clip import CLIPS_OF_KERAS, ClipsRows, table_parts
+from merlin_cowclip.plugins.optimizers.row_clip import CLIPS_OF_KERAS
 from merlin_cowclip.plugins.optimizers.state import TrainsModel
-from merlin_cowclip.plugins.optimizers.summary import Owned, summary_of
-from merlin_cowclip.plugins.scaling import MIN_STEPS, Hyperparameters, check_number
-from merlin_cowclip.plugins.schedules import LinearWarmup, Proportional, Schedule, check_steps
+from merlin_cowclip.plugins.optimizers.summary import Owned, owned_by, summary_of
+from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
+from merlin_cowclip.plugins.schedules import (
+    Proportional,
+    Schedule,
+    check_steps,
+    loaded_schedule,
+    scheduled_rates,
+)
 
 _CLIPPED = "Use hyperparameters.clip for tables; set it on optimizer.default_optimizer for others."
 _PER_PART = "Each of optimizer.optimizers, its three parts, has its own."
 _UNKNOWN = -1  # the length of a warm-up or decay before the steps are known
-_NO_RATE = dict.fromkeys(
-    ("learning_rate", "lr"),
-    "Set optimizer.learning_rate, which scales those of all parts, or give for_model a schedule.",
-)
+
+
+def _length(name: str, steps: int | None = None) -> tf.Variable:
+    return tf.Variable(steps or _UNKNOWN, trainable=False, dtype=tf.int64, name=name)
 
 
 class LearningRates(NamedTuple):
@@ -49,38 +51,6 @@ class LearningRates(NamedTuple):
 
     dense: float
     embedding: float
-
-
-class _TablePart(ClipsRows):
-    """What is no option of a table optimizer that is a part of a `CowClipOptimizer`."""
-
-    not_offered: ClassVar[Mapping[str, str]] = {**ClipsRows.not_offered, **_NO_RATE}
-
-
-class AdamPart(_TablePart, CowClipAdam):
-    """`CowClipAdam` as a part of a `CowClipOptimizer`."""
-
-    updates: ClassVar[Sequence[str]] = (*CowClipAdam.updates, "deferred")
-
-
-class AdagradPart(_TablePart, CowClipAdagrad):
-    """`CowClipAdagrad` as a part of a `CowClipOptimizer`."""
-
-
-class RowWiseAdagradPart(_TablePart, CowClipRowWiseAdagrad):
-    """`CowClipRowWiseAdagrad` as a part of a `CowClipOptimizer`."""
-
-
-BASES: Mapping[str, type[_TablePart]] = MappingProxyType(
-    {"adam": AdamPart, "adagrad": AdagradPart, "rowwise_adagrad": RowWiseAdagradPart}
-)
-"""The optimizers of tables by name."""
-
-
-class DensePart(RefusesOptions, tf.keras.optimizers.legacy.Adam):
-    """Keras's Adam as a part of a `CowClipOptimizer`."""
-
-    not_offered: ClassVar[Mapping[str, str]] = _NO_RATE
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -102,8 +72,21 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
     three parts, warm-up and schedules included, are multiplied by `learning_rate / dense_lr`.
 
     Args:
-      hyperparameters: for the batch size trained with, or its `to_dict()`; the other arguments are
-        those of `for_model`, as objects or as `get_config` has them.
+      hyperparameters: for the batch size trained with, or its `to_dict()`.
+      update: "exact", "lazy" or, with Adam, "deferred".
+      base: the optimizer of the tables: "adam", "adagrad" or "rowwise_adagrad".
+      accumulate: micro-batches per step of `model.fit`, which computes their gradients one after
+        the other: the same update, with the activations of one in memory.
+      ema: D of a moving average of all weights, from 0 to below 1, for `averages`; not with
+        "deferred".
+      steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate; without
+        it, those of each `model.fit` that begins before or as the warm-up ends.
+      total_steps: updates after which learning rates that decay are 0; without it, those so far and
+        all of each `model.fit` as it begins.
+      clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers, by
+        their names; `None` for every table of width 2 and more.
+      dense_schedule: a Keras schedule in place of `dense_lr`; the warm-up multiplies it.
+      embedding_schedule: a Keras schedule in place of `embedding_lr`.
     """
 
     not_offered: ClassVar[Mapping[str, str]] = {
@@ -112,21 +95,11 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
         **dict.fromkeys(("clip_ratio", "clip_floor", "clip_threshold"), _PER_PART),
     }
     settled: ClassVar[Collection[str]] = {
-        *(
-            "hyperparameters",
-            "update_mode",
-            "base",
-            "accumulate",
-            "clip_tables",
-            "default_optimizer",
-        ),
-        *("dense_schedule", "embedding_schedule", "total_steps"),
+        *("hyperparameters", "update_mode", "base", "accumulate", "clip_tables", "total_steps"),
+        *("default_optimizer", "dense_schedule", "embedding_schedule"),
     }
 
-    awaits_rank_sync = False  # a fit has begun on several ranks, and no RankSync in it yet
     is_started = False  # whether all ranks have rank 0's state
-    _epochs: int | None = None  # of a `fit` that was called, and has no train function yet
-    _caller = ("", 0)  # its file and line
     _model: Callable[[], Any] = staticmethod(lambda: None)  # a weak reference
     _bound: tuple[Any, ...] = ()
     _specs: list[TableSpec] | None = None
@@ -155,31 +128,25 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
         embedding_schedule: Schedule | None = None,
         name: str = "CowClipOptimizer",
     ) -> None:
-        if isinstance(hyperparameters, dict):
-            hyperparameters = Hyperparameters(**hyperparameters)
-        hp, read = hyperparameters, tf.keras.optimizers.schedules.deserialize
-        schedules = dense_schedule, embedding_schedule
-        dense_schedule, embedding_schedule = (
-            read(one) if isinstance(one, dict) else one for one in schedules
-        )
-        clip_tables = normalize_clip_tables(clip_tables, hp.clip)
-        warm_up = decay_steps = None
-        dense_rate, embedding_rate = dense_schedule, embedding_schedule
-        if hp.decay and not (dense_rate and embedding_rate):
-            decay_steps = tf.Variable(_UNKNOWN, trainable=False, dtype=tf.int64, name="decay_steps")
-            to_zero = tf.keras.optimizers.schedules.PolynomialDecay
-            dense_rate = dense_rate or to_zero(hp.dense_lr, decay_steps, 0.0)
-            embedding_rate = embedding_rate or to_zero(hp.embedding_lr, decay_steps, 0.0)
-        dense_rate = dense_rate or hp.dense_lr
-        if hp.warmup_epochs:
-            warm_up = tf.Variable(_UNKNOWN, trainable=False, dtype=tf.int64, name="warmup_steps")
-            dense_rate = LinearWarmup(dense_rate, warm_up)
-        rates = embedding_rate or hp.embedding_lr, dense_rate
-        embedding, dense = (Proportional(rate, self._factor) for rate in rates)
         if base not in BASES:
             raise ValueError(f"base must be one of {', '.join(BASES)}. Received: {base!r}")
-        clipped, unclipped = table_parts(BASES[base], embedding, hp, update)
-        dense = DensePart(dense, name="dense")
+        if ema is not None and (check_number("ema", ema) >= 1 or update == "deferred"):
+            raise ValueError(
+                f"ema must be below 1, and update exact or lazy. Received: {ema}, {update!r}"
+            )
+        if isinstance(hyperparameters, dict):
+            hyperparameters = Hyperparameters(**hyperparameters)
+        hp, given = hyperparameters, (dense_schedule, embedding_schedule)
+        clip_tables = normalize_clip_tables(clip_tables, hp.clip)
+        dense_schedule, embedding_schedule = map(loaded_schedule, given)
+        total_steps = check_steps("total_steps", total_steps)
+        decays = hp.decay and not (dense_schedule and embedding_schedule)
+        decay_steps = _length("decay_steps", total_steps) if decays else None
+        warm_up = _length("warmup_steps") if hp.warmup_epochs else None
+        rates = scheduled_rates(hp, dense_schedule, embedding_schedule, decay_steps, warm_up)
+        dense_rate, embedding_rate = (Proportional(rate, self._factor) for rate in rates)
+        clipped, unclipped = table_parts(BASES[base], embedding_rate, hp, update)
+        dense = DensePart(dense_rate, name="dense")
         super().__init__(
             [mm.OptimizerBlocks(clipped, []), mm.OptimizerBlocks(unclipped, [])],
             default_optimizer=dense,
@@ -190,40 +157,25 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
         self.optimizers_and_blocks = []
         # MultiOptimizer neither tracks nor lists it, so checkpoints would lose its moments.
         self._track_trackable(dense, name="dense")
+        self.warm_up, self.decay_steps = warm_up, decay_steps  # lengths, where there are such
         for variable in (warm_up, decay_steps):
             if variable is not None:
                 self._track_trackable(variable, name=variable.name.removesuffix(":0"))
         with tf.init_scope(), tf.device("CPU:0"):
             self.batch_rows = tf.Variable(0, trainable=False, dtype=tf.int64)  # not saved
-        self.warm_up, self.decay_steps = warm_up, decay_steps  # lengths, where there are such
         self.hyperparameters = hp
         self.update_mode = update
         self.base = base
         self.accumulate = integer("accumulate", accumulate)
-        if ema is not None and (check_number("ema", ema) >= 1 or update == "deferred"):
-            raise ValueError(
-                f"ema must be below 1, and update exact or lazy. Received: {ema}, {update!r}"
-            )
         self.ema = ema
         self.clip_tables = clip_tables
         self.dense_schedule = dense_schedule
         self.embedding_schedule = embedding_schedule
-        self.total_steps = check_steps("total_steps", total_steps)
-        if decay_steps is not None and total_steps is not None:
-            decay_steps.assign(self.total_steps)
+        self.total_steps = total_steps
         self.steps_per_epoch = steps_per_epoch
         self._set_hyper("learning_rate", hp.dense_lr)
         # Not a constant, by whose reciprocal a graph would multiply: so `_factor` begins as 1.
         self._first_rate = tf.Variable(hp.dense_lr, trainable=False, dtype=tf.float32)
-
-    def add(self, optimizer_blocks: mm.OptimizerBlocks) -> None:
-        """Raise an error, as `update` does: the three parts are fixed."""
-        raise NotImplementedError(
-            "CowClipOptimizer takes no further optimizers. Set options on its three parts, "
-            "optimizer.optimizers, or choose the clipped tables with for_model(…, clip_tables=…)."
-        )
-
-    update = add
 
     @classmethod
     def for_model(
@@ -231,55 +183,24 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
         model: tf.keras.Model,
         hyperparameters: Hyperparameters,
         *,
-        update: str = "exact",
-        base: str = "adam",
-        accumulate: int = 1,
-        ema: float | None = None,
-        steps_per_epoch: int | None = None,
-        total_steps: int | None = None,
-        clip_tables: Sequence[Any] | None = None,
-        dense_schedule: Schedule | None = None,
-        embedding_schedule: Schedule | None = None,
         init_tables: bool = False,
+        **options: Any,
     ) -> CowClipOptimizer:
         """An optimizer for `model`, which may be built or not.
 
         Args:
-          model: any Merlin model. Its tables, found by type, record their lookups from now on.
+          model: any Merlin or Keras model. Its tables, found by type, record their lookups from now
+            on.
           hyperparameters: for the batch size that the model will be trained with.
-          update: "exact", "lazy" or, with Adam, "deferred".
-          base: the optimizer of the tables: "adam", "adagrad" or "rowwise_adagrad".
-          accumulate: micro-batches per step of `model.fit`, which computes their gradients one
-            after the other: the same update, with the activations of one in memory.
-          ema: D of a moving average of all weights, from 0 to below 1, for `averages`; not with
-            "deferred".
-          steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate;
-            without it, those of each `model.fit` that begins before or as the warm-up ends.
-          total_steps: updates after which learning rates that decay are 0; without it, those so far
-            and all of each `model.fit` as it begins.
-          clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers, by
-            their names; `None` for every table of width 2 and more.
-          dense_schedule: a Keras schedule in place of `dense_lr`; the warm-up multiplies it.
-          embedding_schedule: a Keras schedule in place of `embedding_lr`.
           init_tables: initialize tables of width 2 and more with N(0, `init_stddev`), in place of
             uniform and normal initializers; without it, tables keep their own (see `summary`).
+          options: the other arguments of the class.
 
         Raises:
           ValueError: an argument outside its range, a model without tables, `clip_tables` that name
             none of them, a table with a regularizer, or `init_tables` for a table that is built.
         """
-        optimizer = cls(
-            hyperparameters,
-            update=update,
-            base=base,
-            accumulate=accumulate,
-            ema=ema,
-            steps_per_epoch=steps_per_epoch,
-            total_steps=total_steps,
-            clip_tables=clip_tables,
-            dense_schedule=dense_schedule,
-            embedding_schedule=embedding_schedule,
-        )
+        optimizer = cls(hyperparameters, **options)
         specs = tables_of(model, optimizer.clip_tables)
         if init_tables:
             initialize(hyperparameters.init_stddev, specs)
@@ -299,9 +220,8 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
         if deferred and others:
             raise ValueError(
                 "update='deferred' needs tables whose rows can catch up before they are read: "
-                f"those of FusedEmbeddings. Received: {others}. Use 'exact' or 'lazy', or put "
-                "FusedEmbeddings in their place: mm.DLRMModel(schema, embeddings=FusedEmbeddings("
-                "schema, 16, stacked=False), …)"
+                f"those of FusedEmbeddings. Received: {others}. Use 'exact' or 'lazy', or "
+                "mm.DLRMModel(schema, embeddings=FusedEmbeddings(schema, 16, stacked=False), …)"
             )
         if deferred and self._has_stepped and not set(self._specs or ()) <= set(specs):
             raise ValueError(
@@ -348,16 +268,6 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
         for spec in self._specs or ():
             if spec.catch_up is not None and spec.layer.built:
                 spec.catch_up(spec.variable, None)
-
-    @property
-    def _weights(self) -> list[tf.Variable]:
-        """Keras's; read by compile, where an optimizer without a model is refused."""
-        _ = self.table_specs
-        return self._own_weights
-
-    @_weights.setter
-    def _weights(self, weights: list[tf.Variable]) -> None:
-        self._own_weights = weights
 
     @property
     def optimizers(self) -> list[Any]:
@@ -433,50 +343,16 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
             epochs = self.hyperparameters.warmup_epochs
             self.warm_up.assign(math.floor(epochs * steps_per_epoch))
 
-    def fit_begins(self, epochs: int = 1, caller: tuple[str, int] = ("", 0)) -> None:
-        """A `fit` of so many epochs was called, in this file and line."""
-        self._epochs, self._caller = epochs, caller
+    def fit_begins(self, epochs: int, steps: int | None) -> None:
+        """A `fit` of so many epochs begins, each of so many steps; `None`: not known."""
         self.batch_rows.assign(0)
-
-    def _record_batch_size(self) -> None:
-        """Keep the size of the fit's largest batch so far; the last one may be smaller."""
-        size = batch_size(spec.recorder for spec in self.table_specs)
-        if size is not None:
-            with tf.device("CPU:0"):  # where shapes are
-                size = tf.cast(size * ranks().size, tf.int64)
-                self.batch_rows.assign(tf.maximum(self.batch_rows, size))
-
-    def training_begins(self, steps_per_epoch: int | None) -> None:
-        """Keras makes or reuses its train function, for a new fit or for `train_on_batch`."""
-        refuse_replicas()
-        self.take_tables()
-        model = self._model()
-        # Before a step is traced: TensorFlow traces it twice where the first creates variables.
-        if model is not None and model.built and model.train_function is None:
-            self.create_slots(model.trainable_variables)
-        epochs, self._epochs = self._epochs, None
-        is_new_fit = epochs is not None
-        # Somebody may have loaded weights on rank 0 alone.
-        self.awaits_rank_sync = is_new_fit and ranks().size > 1
-        self.is_started &= not is_new_fit
         known, made = self.warmup_steps, int(self.default_optimizer.iterations)
-        steps = self.steps_per_epoch or steps_per_epoch
-        if self.decay_steps is not None and self.total_steps is None and epochs and steps:
-            self.decay_steps.assign(made + epochs * steps)
-        if not is_new_fit or steps_per_epoch is None:
-            return
+        per_epoch = self.steps_per_epoch or steps
+        if self.decay_steps is not None and self.total_steps is None and per_epoch:
+            self.decay_steps.assign(made + epochs * per_epoch)
         # While no update has been made at the full learning rate: a fit before was a trial, say.
-        if self.steps_per_epoch is None and (known is None or made <= known):
-            self._warm_up_for(steps_per_epoch)
-        if steps_per_epoch < MIN_STEPS:
-            several = "s" * (steps_per_epoch != 1)
-            warnings.warn_explicit(
-                f"This fit has {steps_per_epoch} step{several} per epoch. With "
-                f"fewer than {MIN_STEPS}, the warm-up and the updates are too coarse, and AUC "
-                "suffers under every scaling rule. Use a smaller batch, or more data.",
-                UserWarning,
-                *self._caller,
-            )
+        if steps and self.steps_per_epoch is None and (known is None or made <= known):
+            self._warm_up_for(steps)
 
     def broadcast(self) -> None:
         """Give all ranks the weights, moments, step counts and learning rates that rank 0 has.
@@ -518,7 +394,6 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
         pairs = filter_empty_gradients(grads_and_vars)
         if ranks().size == 1:
             return list(super()._aggregate_gradients(pairs))
-        self._record_batch_size()  # `reduce_gradients` takes the lookups
         return reduce_gradients(self, pairs, scaled=True)
 
     @tf.autograph.experimental.do_not_convert  # as in a `fit`: a loop of one's own may be converted
@@ -547,24 +422,22 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
             self.create_slots([v for _, v in pairs])
-        self._record_batch_size()
         if experimental_aggregate_gradients and ranks().size > 1:
             pairs = reduce_gradients(self, pairs)
         if not pairs:  # all is frozen: no update, which Keras does not count either
             return tf.no_op()
-        with tf.init_scope():  # now its length is rank 0's
-            if self.warm_up is not None and self.warmup_steps is None:
-                raise ValueError(
-                    "The warm-up needs the number of updates per epoch. Pass steps_per_epoch=… to "
-                    "CowClipOptimizer.for_model, train with model.fit on data of known length, or "
-                    "set warmup_epochs=0."
-                )
-            if self.decay_steps is not None and int(self.decay_steps) == _UNKNOWN:
-                raise ValueError(
-                    "Learning rates that decay need the number of updates. Pass total_steps=… to "
-                    "CowClipOptimizer.for_model, train with model.fit on data of known length, or "
-                    "set decay=False."
-                )
+        needed = {
+            "steps_per_epoch=…": (self.warm_up, "warmup_epochs=0"),
+            "total_steps=…": (self.decay_steps, "decay=False"),
+        }
+        with tf.init_scope():  # now a length is rank 0's
+            for argument, (length, other) in needed.items():
+                if length is not None and int(length) == _UNKNOWN:
+                    raise ValueError(
+                        "Warm-up and decay need the number of updates. Pass "
+                        f"{argument} to CowClipOptimizer.for_model, train with model.fit on data "
+                        f"of known length, or set {other}."
+                    )
         updates: list[Any] = []
         checked = self.checks_of_ids()
         for part, share in self.by_part(pairs):
@@ -594,31 +467,15 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
 
         Evaluate, predict or export within it; do not train. It holds a copy of the weights.
         """
-        model, owner = self._model(), self.owner()
-        trained = [] if model is None or self.ema is None else model.trainable_variables
+        trained = [] if self.ema is None else self._model().trainable_variables
         self.create_slots(trained)
-        owned = [(owner.get(v.ref(), self.default_optimizer), v) for v in trained]
-        with averages_in_place(self, owned):
+        shares = self.by_part((variable,) for variable in trained)
+        with averages_in_place(self, [(part, v) for part, mine in shares for (v,) in mine]):
             yield
 
     def owned(self) -> list[Owned]:
         """Every trainable variable of the built model with its one optimizer, in model order."""
-        model, owner = self._model(), self.owner()
-        if model is None or not model.built:
-            raise ValueError(
-                "The model must be built before its variables can be listed. Call it on a batch."
-            )
-        lines = []
-        for variable in model.trainable_variables:
-            part, rule, l2 = owner.get(variable.ref(), self.default_optimizer), "Adam", 0.0
-            if part is not self.default_optimizer:
-                clipped, l2 = part.clipped_ranges_of(variable), part.l2
-                rule = f"clip {part.clip}" if any(clipped) else "no clip"
-                if any(clipped) and not all(clipped):
-                    rule += f" ({sum(clipped)} of {len(clipped)} fields)"
-                rule += f", {part.update}" + ("" if self.base == "adam" else f", {self.base}")
-            lines.append(Owned(variable, part, rule, l2))
-        return lines
+        return owned_by(self, self._model())
 
     def observe(self, frequent_share: float = 1e-3) -> StepStatistics:
         """Keep statistics of every step, by field; called before the first step is traced.

@@ -13,6 +13,7 @@ from typing import Any
 
 from merlin_cowclip.plugins._tensorflow import filter_empty_gradients, tf
 
+_TOO_FEW = "A batch must have a sample for each micro-batch: accumulate="
 _VALUES, _OFFSETS = "__values", "__offsets"  # of a list feature, as Merlin's loader has it
 
 
@@ -39,7 +40,7 @@ def step_in_parts(
     model: tf.keras.Model, step: Callable[[Any], Mapping[str, Any]], data: Any, number: int
 ) -> dict[str, Any]:
     """What a model's `train_step` does to a batch, in `number` micro-batches and one update."""
-    optimizer, rows = model.optimizer, _rows(data)
+    optimizer, rows = model.optimizer, rows_of(data)
     enough = tf.debugging.Assert(rows >= number, [f"{_TOO_FEW}{number}. Received: samples:", rows])
     before: list[Any] = [] if enough is None else [enough]
     sums: list[Any] = []
@@ -63,18 +64,15 @@ def step_in_parts(
     return {**logs, "loss_batch": mean_loss} if "loss_batch" in logs else logs
 
 
-_TOO_FEW = "A batch must have a sample for each micro-batch: accumulate="
-
-
-def _rows(data: Any) -> Any:
+def rows_of(data: Any) -> Any:
     """The samples of a batch."""
     if isinstance(data, Mapping):
         name = next((name for name in data if not name.endswith((_VALUES, _OFFSETS))), None)
         if name is None:
-            return _rows(next(v for name, v in data.items() if name.endswith(_OFFSETS))) - 1
-        return _rows(data[name])
+            return rows_of(next(v for name, v in data.items() if name.endswith(_OFFSETS))) - 1
+        return rows_of(data[name])
     if isinstance(data, Sequence):
-        return _rows(data[0])
+        return rows_of(data[0])
     if isinstance(data, tf.RaggedTensor):
         return data.nrows(tf.int64)
     return tf.shape(data, tf.int64)[0] if data.shape[0] is None else data.shape[0]

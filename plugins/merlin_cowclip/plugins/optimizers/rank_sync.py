@@ -20,8 +20,6 @@ from merlin_cowclip.plugins.distributed.horovod import (
 )
 from merlin_cowclip.plugins.optimizers.state import optimizer_of, state_of
 
-_KERAS = tf.keras.callbacks
-
 
 def broadcast_state(optimizer: Any, model: tf.keras.Model) -> None:
     """Give all ranks rank 0's state, after checking that they train the same by the same."""
@@ -81,11 +79,6 @@ def _with_nan_of(tables: list[Any], dense: list[Any]) -> list[Any]:
 
 
 def _start(optimizer: Any, variables: list[tf.Variable]) -> None:
-    if optimizer.awaits_rank_sync:
-        raise ValueError(
-            "On several ranks, fit needs the callback RankSync, first and last: sync = RankSync(); "
-            "fit(…, callbacks=[sync, …, sync])."
-        )
     with tf.init_scope():
         optimizer.create_slots(variables)
     if optimizer.is_started:
@@ -102,18 +95,13 @@ def _start(optimizer: Any, variables: list[tf.Variable]) -> None:
 class RankSync(tf.keras.callbacks.Callback):
     """Keeps all ranks of a `fit` equal.
 
-    - At the first batch all ranks get rank 0's weights, moments, step counts and learning rates; at
-      the first batch of other epochs its learning rate.
+    - Before the first epoch all ranks get rank 0's weights, moments, step counts and learning
+      rates; before other epochs its learning rate.
     - At the end of each epoch, metrics in `logs` become the mean over the ranks that have them, and
       all ranks stop if a callback has stopped one.
 
-    Merlin's `fit` adds it. To the `fit` of another Keras model, pass it first, for the callbacks
-    after it to see the means, and last, for what stops a rank to stop all:
-
-    ```python
-    sync = RankSync()
-    model.fit(data, callbacks=[sync, tf.keras.callbacks.EarlyStopping("loss"), sync])
-    ```
+    The `fit` of a model with a `CowClipOptimizer` adds it, first and last: callbacks after it see
+    the means, and what stops a rank stops all.
 
     Args:
       each_batch: whether all ranks stop after a batch, too, as `TerminateOnNaN` requires: a message
@@ -125,22 +113,15 @@ class RankSync(tf.keras.callbacks.Callback):
     def __init__(self, *, each_batch: bool = False) -> None:
         super().__init__()
         self._each_batch = each_batch
-        self._epoch_begins = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Check that the model has a `CowClipOptimizer`, and agree on `each_batch`."""
+        """Agree on `each_batch`."""
         if ranks().size > 1:
-            optimizer_of(self.model).awaits_rank_sync = False
             self._each_batch = _any(self._each_batch)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Expect its first batch."""
-        self._epoch_begins = ranks().size > 1
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Broadcast at the first batch, once all callbacks have begun."""
-        if self._epoch_begins:
-            self._epoch_begins = False
+        """Broadcast the state or, after the first epoch, the learning rate."""
+        if ranks().size > 1:
             synchronize(optimizer_of(self.model), self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -166,10 +147,8 @@ def _any(flag: bool) -> bool:
     return bool(all_gather(np.array([flag], np.uint8)).any())
 
 
-def with_rank_sync(callbacks: Any) -> Sequence[Any]:
+def with_rank_sync(callbacks: Sequence[Any]) -> list[Any]:
     """A fit's callbacks with `RankSync` first and last, in place of Horovod's broadcast."""
-    if isinstance(callbacks, _KERAS.CallbackList):
-        callbacks = callbacks.callbacks
-    given = [one for one in tf.nest.flatten(callbacks or []) if not broadcasts_variables(one)]
-    each_batch = any(isinstance(one, _KERAS.TerminateOnNaN) for one in given)
+    given = [one for one in callbacks if not broadcasts_variables(one)]
+    each_batch = any(isinstance(one, tf.keras.callbacks.TerminateOnNaN) for one in given)
     return [RankSync(), *given, RankSync(each_batch=each_batch)]

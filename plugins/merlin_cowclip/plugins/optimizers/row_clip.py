@@ -8,20 +8,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from merlin_cowclip.plugins._checks import RefusesOptions
+from merlin_cowclip.plugins._checks import KERAS_OPTIONS, RefusesOptions
 from merlin_cowclip.plugins._tensorflow import is_op_determinism_enabled, tf
 from merlin_cowclip.plugins.clipping import CLIP_RULES, RowNorms, row_norms, widened, with_norms
 from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums, all_gather_rows
 from merlin_cowclip.plugins.distributed.horovod import all_reduce, refuse_replicas
 from merlin_cowclip.plugins.distributed.sharding import Shard, join_shards
 from merlin_cowclip.plugins.embeddings.counting import check_repeats, count_all_rows, count_samples
-from merlin_cowclip.plugins.embeddings.discovery import check_regularizer
 from merlin_cowclip.plugins.embeddings.tables import TableSpec
 from merlin_cowclip.plugins.monitoring.statistics import StepStatistics, plain_norms
+from merlin_cowclip.plugins.optimizers.deferred import DeferredRows
 from merlin_cowclip.plugins.row_ops import colocated_with, sum_per_row, unique_rows, with_rows
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 
@@ -47,7 +47,9 @@ class ClipsRows(RefusesOptions, _Keras):
        `update="lazy"`: L2 and the optimizer on the batch's rows only.
 
     Args:
+      learning_rate: η.
       arguments: of the optimizer of Keras.
+      epsilon: of the optimizer of Keras; here also 0 is refused, which Keras takes for its default.
       l2: λ, not negative.
       clip: a rule of `CLIP_RULES`; "adaptive_column" is CowClip, `None` no clip. The unit of
         "global" is all tables of this optimizer.
@@ -55,14 +57,14 @@ class ClipsRows(RefusesOptions, _Keras):
       clip_floor: ζ, not negative, in units of the gradient's norm.
       clip_threshold: c of the rules "global", "field" and "column".
       update: "exact" or "lazy".
-      epsilon: of the optimizer of Keras; here also 0 is refused, which Keras takes for its default.
-      name: prefix of the optimizer's variables.
+      name: prefix of the optimizer's variables; `None` for that of the class.
 
     Raises:
       ValueError: an argument outside its range.
     """
 
     _weights: list[tf.Variable]  # Keras's
+    deferred: DeferredRows | None = None  # with `update="deferred"`
     statistics: StepStatistics | None = None  # to which steps on bound tables are added
     not_offered: ClassVar[Mapping[str, str]] = dict.fromkeys(
         CLIPS_OF_KERAS, "Choose a rule with clip, and clip_threshold."
@@ -74,20 +76,21 @@ class ClipsRows(RefusesOptions, _Keras):
         self,
         learning_rate: Any,
         *arguments: Any,
-        l2: float,
-        clip: str | None,
-        clip_ratio: float,
-        clip_floor: float,
-        clip_threshold: float | None,
-        update: str,
         epsilon: float,
-        name: str,
+        l2: float = 1e-5,
+        clip: str | None = "adaptive_column",
+        clip_ratio: float = 1.0,
+        clip_floor: float = 3.162e-5,
+        clip_threshold: float | None = None,
+        update: str = "exact",
+        name: str | None = None,
     ) -> None:
         if update not in self.updates:
             wanted = ", ".join(self.updates)
             raise ValueError(f"update must be one of {wanted}. Received: {update!r}")
         if not callable(learning_rate) and not tf.is_tensor(learning_rate):
             learning_rate = check_number("learning_rate", learning_rate, positive=True)
+        name = type(self).__name__ if name is None else name
         super().__init__(learning_rate, *arguments, epsilon=epsilon, name=name)
         self.epsilon = epsilon
         self.l2 = l2
@@ -187,7 +190,8 @@ class ClipsRows(RefusesOptions, _Keras):
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
         self._check_settings()
-        self._before_step(variables)
+        if self.deferred is not None:
+            self.deferred.before_step(variables)
         found = [self._with_l2(gradient, variable) for gradient, variable in pairs]
         tables, rows = [table for table, _ in found], [rows for _, rows in found]
         clipped, transformed = self._clipped(tables, rows, variables), []
@@ -202,7 +206,8 @@ class ClipsRows(RefusesOptions, _Keras):
         with colocated_with(variable):
             is_reduced = isinstance(gradient, ReducedRows)
             sums = gradient.sums if is_reduced else self._sum_rows(gradient, variable)
-            self._before_rows(variable, sums.indices)
+            if self.deferred is not None:
+                self.deferred.catch_up_updated(variable, sums.indices)
             # See `TableSpec.gather`.
             from_value = sums.is_dense or self.update == "exact"
             rows = tf.convert_to_tensor(variable) if from_value else variable
@@ -283,12 +288,6 @@ class ClipsRows(RefusesOptions, _Keras):
         """For each range of rows of a variable, whether the clip applies to it."""
         return self._is_clipped.get(variable.ref(), (True,))
 
-    def _before_step(self, variables: Sequence[tf.Variable]) -> None:
-        """Called before a step on some tables."""
-
-    def _before_rows(self, variable: tf.Variable, indices: tf.Tensor) -> None:
-        """Called before a step reads these rows of a table."""
-
     def _resource_apply_sparse_duplicate_indices(
         self, grad: tf.Tensor, handle: tf.Variable, indices: tf.Tensor
     ) -> tf.Operation:
@@ -348,10 +347,9 @@ class ClipsRows(RefusesOptions, _Keras):
         return resource.assign(rows, read_value=False)
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments, without those of another optimizer of Keras."""
-        config = {name: getattr(self, name) for name in ("epsilon", *_NUMBERS, "clip", "update")}
-        rate = self._serialize_hyperparameter("learning_rate")
-        return {"name": self._name, "learning_rate": rate, **config}
+        """The constructor's arguments."""
+        kept = {k: value for k, value in super().get_config().items() if k not in KERAS_OPTIONS}
+        return {**kept, **{name: getattr(self, name) for name in (*_NUMBERS, "clip", "update")}}
 
 
 def _scatters_through_host(variable: tf.Variable) -> bool:
@@ -364,24 +362,8 @@ def _on_gpu(variable: tf.Variable) -> bool:
     return "GPU" in (variable.device or "")
 
 
-_Part = TypeVar("_Part", bound=ClipsRows)
-
-
-def table_parts(
-    kind: type[_Part], rate: Any, hp: Hyperparameters, update: str
-) -> tuple[_Part, _Part]:
-    """Optimizers of the clipped tables and of the others, of one class."""
-    given: dict[str, Any] = {"clip_ratio": hp.clip_ratio, "clip_floor": hp.clip_floor}
-    given |= {"l2": hp.l2, "update": update}
-    make: Any = kind
-    clipped = make(rate, clip=hp.clip, clip_threshold=hp.clip_threshold, name="clipped", **given)
-    return clipped, make(rate, clip=None, name="unclipped", **given)
-
-
 def _checked(spec: TableSpec | None, variable: tf.Variable, update: str) -> TableSpec:
     """The table, which may have a dense gradient: that of a tied output."""
-    if spec is not None:
-        check_regularizer(spec.name, spec.layer)
     if spec is None or not spec.is_tied:
         raise ValueError(
             f"The gradient of {variable.name!r} is dense, so its ids cannot be counted. Remove a "

@@ -26,10 +26,10 @@ from merlin_cowclip.plugins.distributed.horovod import all_reduce, all_to_all, b
 from merlin_cowclip.plugins.distributed.sharding import by_owner
 from merlin_cowclip.plugins.embeddings.counting import Lookup
 from merlin_cowclip.plugins.optimizers.adam import CowClipAdam
-from merlin_cowclip.plugins.optimizers.row_clip import table_parts
+from merlin_cowclip.plugins.optimizers.parts import table_parts
 from merlin_cowclip.plugins.row_ops import colocated_with, sum_columns, sum_per_row, tally, unique
 from merlin_cowclip.plugins.scaling import Hyperparameters
-from merlin_cowclip.plugins.schedules import LinearWarmup, Schedule, check_steps
+from merlin_cowclip.plugins.schedules import Schedule, check_steps, scheduled_rates
 
 Ids: TypeAlias = Any  # tf.Tensor, tf.RaggedTensor or tf.SparseTensor of integers
 
@@ -39,15 +39,12 @@ _MOMENTS = ("m", "v")
 def _sok() -> Any:
     """The package itself; importing Merlin has initialised it, where there is a GPU."""
     try:
-        sok = importlib.import_module("sparse_operation_kit")
-        if not hasattr(sok, "DynamicVariable"):  # 1.x had it in `experiment`
-            raise ImportError("it is older than 2.0")
+        return importlib.import_module("sparse_operation_kit")
     except Exception as error:  # where its libraries are missing, SOK raises plain ones
         raise ImportError(
             f"sparse_operation_kit cannot be used: {error}. NVIDIA's TensorFlow images of Merlin "
             "have it; pip install 'merlin-sok>=2,<3' builds it with CUDA's compiler."
         ) from error
-    return sok
 
 
 class SokAdam(CowClipAdam):
@@ -142,18 +139,12 @@ class CowClipSokOptimizer(tf.Module):
             )
         steps = check_steps("steps_per_epoch", steps_per_epoch)
         total = check_steps("total_steps", total_steps)
-        dense_rate, embedding_rate = dense_schedule or hp.dense_lr, embedding_schedule
-        if hp.decay and not (dense_schedule and embedding_schedule):
-            if total is None:
-                raise ValueError("Pass total_steps=… for the decay, or set decay=False.")
-            to_zero = tf.keras.optimizers.schedules.PolynomialDecay
-            dense_rate = dense_schedule or to_zero(hp.dense_lr, total, 0.0)
-            embedding_rate = embedding_rate or to_zero(hp.embedding_lr, total, 0.0)
-        if hp.warmup_epochs:
-            if steps is None:
-                raise ValueError("Pass steps_per_epoch=… for the warm-up, or set warmup_epochs=0.")
-            dense_rate = LinearWarmup(dense_rate, math.floor(hp.warmup_epochs * steps))
-        rate = embedding_rate or hp.embedding_lr
+        if hp.decay and not (dense_schedule and embedding_schedule) and total is None:
+            raise ValueError("Pass total_steps=… for the decay, or set decay=False.")
+        if hp.warmup_epochs and steps is None:
+            raise ValueError("Pass steps_per_epoch=… for the warm-up, or set warmup_epochs=0.")
+        warm_up = math.floor(hp.warmup_epochs * (steps or 0))
+        dense_rate, rate = scheduled_rates(hp, dense_schedule, embedding_schedule, total, warm_up)
         self.clipped, self.unclipped = table_parts(SokAdam, rate, hp, "lazy")
         self.dense = tf.keras.optimizers.legacy.Adam(dense_rate, name="dense")
         self._is_broadcast = ranks().size == 1

@@ -13,7 +13,6 @@ from merlin_cowclip.plugins.embeddings.initializers import initial_values
 from merlin_cowclip.plugins.embeddings.tables import TableSpec, distinct_names
 from merlin_cowclip.plugins.schedules import LinearWarmup
 
-_COLUMNS = 100  # of the table
 _HEADER = ("variable", "rows", "width", "initial σ", "rule", "learning rate", "L2")
 
 
@@ -24,6 +23,25 @@ class Owned(NamedTuple):
     optimizer: Any
     rule: str
     l2: float
+
+
+def owned_by(optimizer: Any, model: Any) -> list[Owned]:
+    """Every trainable variable of a built model with its one optimizer, in model order."""
+    if model is None or not model.built:
+        raise ValueError(
+            "The model must be built before its variables can be listed. Call it on a batch."
+        )
+    lines, owner = [], optimizer.owner()
+    for variable in model.trainable_variables:
+        part, rule, l2 = owner.get(variable.ref()), "Adam", 0.0
+        if part is not None:
+            clipped, l2 = part.clipped_ranges_of(variable), part.l2
+            rule = f"clip {part.clip}" if any(clipped) else "no clip"
+            if any(clipped) and not all(clipped):
+                rule += f" ({sum(clipped)} of {len(clipped)} fields)"
+            rule += f", {part.update}" + ("" if optimizer.base == "adam" else f", {optimizer.base}")
+        lines.append(Owned(variable, part or optimizer.default_optimizer, rule, l2))
+    return lines
 
 
 def summary_of(owned: Iterable[Owned], tables: Sequence[TableSpec], factor: float) -> str:
@@ -40,10 +58,7 @@ def summary_of(owned: Iterable[Owned], tables: Sequence[TableSpec], factor: floa
         sigma = "-" if values is None else f"{values[1]:.3g}"
         rate = _show_rate(part.learning_rate.rate, factor)
         rows.append((name, *sizes, sigma, rule, rate, f"{l2:.6g}" if l2 else "-"))
-    columns = list(zip(_HEADER, *rows, strict=True))[1:]
-    room = max(_COLUMNS - sum(2 + max(map(len, one)) for one in columns), len(_HEADER[0]))
-    short = [(n if len(n) <= room else f"…{n[1 - room :]}", *rest) for n, *rest in rows]
-    return format_table(_HEADER, short)
+    return format_table(_HEADER, rows)
 
 
 def _show_rate(rate: Any, factor: float) -> str:

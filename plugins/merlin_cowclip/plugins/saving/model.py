@@ -63,7 +63,6 @@ def _save(model: tf.keras.Model, optimizer: CowClipOptimizer, path: Path) -> Non
     trained, losses = {v.ref() for v in model.trainable_variables}, model.compiled_loss
     description = {
         "format": FORMAT,
-        "tensorflow": tf.__version__,
         "modules": sorted({type(one).__module__ for one in model._flatten_layers()} - {"__main__"}),
         "optimizer": tf.keras.optimizers.serialize(model.optimizer),
         "parts": [_settings(part) for part in optimizer.optimizers],
@@ -88,8 +87,8 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
         `loss_weights` are those that the model was compiled with.
 
     Raises:
-      ValueError: the folder holds no whole state, or that of another model; a newer TensorFlow
-        saved it; or Keras does not know the loss.
+      ValueError: the folder holds no whole state, or that of another model; or Keras does not know
+        the loss.
     """
     check_path("path", path)
     path = find(Path(path))
@@ -105,16 +104,8 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
     for module in description["modules"]:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    try:
-        with quiet_stack(), shapes_as_saved():
-            model = tf.keras.models.load_model(str(path), compile=False)
-    except Exception as error:
-        if (saved := description.get("tensorflow")) == tf.__version__:
-            raise
-        raise ValueError(
-            f"TensorFlow {tf.__version__} cannot load {path}, which {saved} saved: {error} "
-            f"Load it with TensorFlow {saved} or later."
-        ) from error
+    with quiet_stack(), shapes_as_saved():
+        model = tf.keras.models.load_model(str(path), compile=False)
     weights = _in_saved_order(model, description["weights"], path)
     _freeze(model, weights, description["weights"])
     optimizer = tf.keras.optimizers.deserialize(description["optimizer"])
@@ -128,7 +119,8 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
     if "loss" not in compile_arguments:
         compile_arguments.setdefault("loss_weights", description["loss_weights"])
         compile_arguments["loss"] = _losses(description["losses"])
-    model.compile(optimizer, **compile_arguments)
+    model.compile(**compile_arguments)
+    model.optimizer = optimizer  # on several ranks, Merlin's compile takes no loss scaling
     inner.create_slots(model.trainable_variables)
     status = _checkpoint(state_of(model, inner, weights)).read(str(path / CHECKPOINT))
     status.assert_existing_objects_matched()
@@ -147,10 +139,7 @@ def _described(variable: tf.Variable) -> dict[str, Any]:
 def _in_saved_order(
     model: tf.keras.Model, saved: Sequence[dict[str, Any]], path: Path
 ) -> list[tf.Variable]:
-    """The weights of the loaded model, in the order in which they were saved.
-
-    Keras may load layers in another order (the towers of a `TwoTowerModel`).
-    """
+    """The loaded weights as they were saved: Keras may load layers (towers) in another order."""
     reader = tf.train.load_checkpoint(str(path / CHECKPOINT))
     left, found = list(model.weights), []
     for position, described in enumerate(saved):
@@ -190,11 +179,10 @@ def _as_json(value: Any) -> Any:
     return dict(value) if is_mapping else tf.convert_to_tensor(value).numpy().tolist()
 
 
-def _settings(part: Any) -> dict[str, Any]:
+def _settings(part: Any) -> Any:
     """A part's configuration as JSON has it, without its learning rate."""
     config = {name: value for name, value in part.get_config().items() if name != "learning_rate"}
-    settings: dict[str, Any] = json.loads(json.dumps(config, default=_as_json))
-    return settings
+    return json.loads(json.dumps(config, default=_as_json))
 
 
 def _check_schedules(optimizer: CowClipOptimizer) -> None:

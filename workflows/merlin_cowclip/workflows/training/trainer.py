@@ -118,6 +118,7 @@ class Trainer:
                 raise UserError(str(error)) from None
             self.statistics = self.optimizer.observe()
             self.model(dummy_batch(vars(data.spec)))
+        self.optimizer.create_slots(self.model.trainable_variables)
         self._predictor = Predictor(self.model)
         self.listeners: Sequence[Listener] = ()
         self.progress, self.step = Progress(), 0
