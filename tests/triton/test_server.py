@@ -73,7 +73,7 @@ def test_a_prepared_run(shop, tmp_path):
 
 
 def test_an_adopted_run(stock, of_stock, tmp_path):
-    run, path = stock[0], stock[2] / "raw-test/0.parquet"
+    run, path = stock
     expected = predicted(run, path, tmp_path, raw=True)
     check(of_stock, pd.read_parquet(path), expected, tmp_path / "log")
 

@@ -18,6 +18,7 @@ import pytest
 
 from merlin_cowclip.workflows import Repository, export, predict_logs
 from merlin_cowclip.workflows.commands.main import main
+from merlin_cowclip.workflows.data.adopt.adopt import adopt
 from merlin_cowclip.workflows.data.adopt.graph import load_saved
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.encoder import Encoder
@@ -31,17 +32,11 @@ from merlin_cowclip.workflows.training.evaluation import predict
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
+from tests.logs import click_log, write_csv
 from tests.saves import quick_saves
 from tests.workflows.data.test_fields import SPEC as FIELDS
 from tests.workflows.data.test_fields import make_log
-from tests.workflows.training.test_prediction import (
-    CONFIG,
-    SHOP,
-    SPECS,
-    shop_log,
-    stock,
-    write_shop,
-)
+from tests.workflows.training.test_prediction import CONFIG, SHOP, SPECS, shop_log
 
 with quiet_imports():
     import nvtabular as nvt
@@ -54,8 +49,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode"),
     pytest.mark.usefixtures("graphs_as_traced"),
 ]
-assert stock  # a fixture: a run on a stock NVTabular workflow, its data and folder
 TRAIN = 500  # and 1,000 rows to score
+PARTS = ("train", "test")
 ODD = "Zoë ☂"
 DOTTED = {"user": "user.id", "genres": "2-genres"}  # as TensorFlow names no argument
 
@@ -69,14 +64,10 @@ def shop(tmp_path_factory) -> tuple[Run, Path, Path]:
     home = tmp_path_factory.mktemp("shop")
     log = shop_log()
     log.loc[log["user"] == log["user"].mode()[0], "user"] = ODD
-    write_shop(log, home / "log.csv")
-    raw = pd.read_csv(home / "log.csv", dtype=str).rename(columns=DOTTED)
-    raw.to_csv(home / "log.csv", index=False)
-    raw[TRAIN:].to_csv(home / "test.csv", index=False)
-    names = {
-        kind: tuple(DOTTED.get(name, name) for name in getattr(SHOP, kind))
-        for kind in ("categorical", "lists")
-    }
+    log = log.assign(genres=log["genres"].map(";".join)).rename(columns=DOTTED)
+    log.to_csv(home / "log.csv", index=False)
+    log[TRAIN:].to_csv(home / "test.csv", index=False)
+    names = {"categorical": ("user.id", "item"), "lists": ("2-genres",)}
     split = replace(SHOP.split, valid=(str(home / "test.csv"),))
     spec = replace(SHOP, **names, split=split)
     data = prepare(spec, [home / "log.csv"], home / "data", progress=False)
@@ -97,8 +88,7 @@ def predicted(run: Run, path: Path, tmp_path: Path, **options: Any) -> np.ndarra
 
 def shop_frame(path: Path) -> pd.DataFrame:
     frame = pd.read_csv(path, dtype=str, keep_default_na=False)
-    for name in ("2-genres", "tags"):
-        frame[name] = [text.split(";") if text else [] for text in frame[name]]
+    frame["2-genres"] = [text.split(";") if text else [] for text in frame["2-genres"]]
     numbers = {name: pd.to_numeric(frame[name]) for name in SHOP.continuous}
     return frame.assign(**numbers)
 
@@ -110,22 +100,22 @@ def test_predict_of_a_repository(shop, tmp_path):
     assert len(expected) == 1_000
     assert len(np.unique(expected)) > 100
     assert (frame["user.id"] == ODD).any()
-    assert (frame["item"] == "").any()
+    assert (frame["user.id"] == "").any()
     assert frame["price"].isna().any()
     answers = Repository.open(repository).predict(frame[frame.columns[::-1]])
     np.testing.assert_allclose(answers, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["rare", "hashed"])
+@pytest.mark.parametrize("name", ["plain", "hashed"])
 def test_a_request_is_encoded_as_by_the_workflow(name, tmp_path):
     """To the bit: rare, unseen and missing ids, hash buckets, lists, numbers out of range, inf."""
-    write_shop(shop_log(), tmp_path / "log.csv")
-    spec = replace(SPECS[name], null_values=("3", "t1"))
+    write_csv(shop_log(), tmp_path / "log.csv", ";")
+    spec = replace(SPECS[name], null_values=("3", "g1"))
     data = prepare(spec, [tmp_path / "log.csv"], tmp_path / "data", progress=False)
     frame = pd.read_csv(tmp_path / "log.csv", dtype=str, keep_default_na=False)
     numbers = {n: pd.to_numeric(frame[n]) for n in SHOP.continuous}
     lists = {n: [t.split(";") if t else [] for t in frame[n]] for n in SHOP.lists}
-    frame = frame.assign(**numbers, **lists, bought=0)
+    frame = frame.assign(**numbers, **lists, y=0)
     frame.loc[::7, "user"] = ODD
     kinds = dict.fromkeys(SHOP.continuous, "TYPE_FP64")
     kinds |= dict.fromkeys((*SHOP.categorical, *(f"{n}__values" for n in lists)), "TYPE_STRING")
@@ -173,16 +163,16 @@ def test_requests_are_joined_and_a_bad_one_fails_alone(shop, tmp_path, monkeypat
     assert len(scored) == 1
     five = repository.request(frame.head(5))
     bad = {
-        "columns differ in their number of rows: 5 in 'age', 4 in 'item'": {
+        "columns differ in their number of rows: 5 in 'price', 4 in 'item'": {
             **five,
             "item": five["item"][:, :4],
         },
-        "'tags__offsets' must rise from 0 to the number of values, ": {
+        "'2-genres__offsets' must rise from 0 to the number of values, ": {
             **five,
-            "tags__offsets": np.maximum(five["tags__offsets"], 1),
+            "2-genres__offsets": np.maximum(five["2-genres__offsets"], 1),
         },
         "the request has no rows": repository.request(frame.head(0)),
-        "'age' must have the shape (1, n), not (5, 1)": {**five, "age": five["age"].T},
+        "'price' must have the shape (1, n), not (5, 1)": {**five, "price": five["price"].T},
     }
     answers = model.answers([r for pair in zip(good, bad.values(), strict=True) for r in pair])
     np.testing.assert_allclose(probabilities(answers[::2]), expected, rtol=0, atol=1e-6)
@@ -196,7 +186,7 @@ def test_requests_are_joined_and_a_bad_one_fails_alone(shop, tmp_path, monkeypat
     [
         (lambda f: f.drop(columns=["item", "price"]), "each of the columns 'item', 'price' once"),
         (lambda f: f.assign(price=f["price"].astype(object).where(f.index != 2, "dear")), "dear"),
-        (lambda f: f.assign(tags="t1;t2"), "'tags': it is string, not"),
+        (lambda f: f.assign(**{"2-genres": "g1;g2"}), "'2-genres': it is string, not"),
         (lambda f: pd.concat([f, f[["item"]]], axis=1), "each of the columns 'item' once"),
     ],
 )
@@ -219,7 +209,7 @@ def test_config_and_record(shop):
     schema = pytest.importorskip("tritonclient.grpc.model_config_pb2")
     text_format = pytest.importorskip("google.protobuf.text_format")
     record = Repository.open(shop[2]).record
-    assert record["columns"] == ["user.id", "item", "2-genres", "tags", "price", "age"]
+    assert record["columns"] == ["user.id", "item", "2-genres", "price"]
     (path,) = shop[2].glob("*/config.pbtxt")
     config = text_format.Parse(path.read_text(), schema.ModelConfig())
     inputs = {one.name: schema.DataType.Name(one.data_type) for one in config.input}
@@ -240,6 +230,30 @@ def test_the_best_epoch(shop, tmp_path):
     np.testing.assert_allclose(answers, expected, rtol=0, atol=1e-6)
     (tmp_path / "scores.parquet").unlink()
     assert np.abs(answers - predicted(run, path, tmp_path)).max() > 1e-4
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory) -> tuple[Run, Path]:
+    """An adopted pipeline's run, and raw rows: integers, text with missing values, lists."""
+    home = tmp_path_factory.mktemp("stock")
+    log = click_log(1_500, missing=0.1)
+    log = log.assign(item=log["user"], user=log["serial"] % 60 * 1_000_003)
+    log = log.drop(columns=["serial", "hour"])
+    for part, rows in (("train", log[:1_000]), ("test", log[1_000:])):
+        rows.reset_index(drop=True).to_parquet(home / f"raw-{part}.parquet", row_group_size=70)
+    raw = {n: nvt.Dataset(str(home / f"raw-{n}.parquet"), engine="parquet") for n in PARTS}
+    workflow = nvt.Workflow(
+        (["user", "item", "genres"] >> ops.Categorify(out_path=str(home / "fitted")))
+        + (["price"] >> ops.FillMissing() >> ops.Normalize())
+        + (["y"] >> ops.AddMetadata(tags=["target", "binary_classification"]))
+    )
+    workflow.fit(raw["train"]).save(str(home / "workflow"))
+    for part in PARTS:
+        workflow.transform(raw[part]).to_parquet(str(home / part))
+    folders = (home / "train", home / "workflow", "y", home / "data")
+    data = adopt(*folders, test=home / "test", progress=False)
+    with quick_saves():
+        return train(data, CONFIG, home / "run", progress=False), home / "raw-test.parquet"
 
 
 @pytest.fixture(scope="module")
@@ -295,12 +309,11 @@ def test_fields_of_every_kind(every_kind, tmp_path):
 
 
 def test_an_adopted_pipeline(stock, of_stock, tmp_path):
-    """Without its targets, which its workflow makes of columns that are no inputs."""
-    run, _, home = stock
+    """Without its target."""
+    run, path = stock
     record = of_stock.record
-    assert record["columns"] == ["user", "item", "genres", "visits", "weeks"]
+    assert record["columns"] == ["user", "item", "genres", "price"]
     assert record["inputs"]["user"] == "TYPE_INT64"
-    path = home / "raw-test/0.parquet"
     expected = predicted(run, path, tmp_path, raw=True)
     frame = pd.read_parquet(path)
     np.testing.assert_allclose(of_stock.predict(frame), expected, rtol=0, atol=1e-6)
@@ -314,7 +327,7 @@ def test_an_adopted_pipeline(stock, of_stock, tmp_path):
 
 def test_types_of_an_adopted_pipelines_columns(stock, of_stock):
     """Text as text, as bytes and as categories; what is of another type is refused."""
-    rows = pd.read_parquet(stock[2] / "raw-test/0.parquet").head(60)
+    rows = pd.read_parquet(stock[1]).head(60)
     expected = of_stock.predict(rows)
     as_bytes = rows.assign(
         item=[item if item is None else item.encode() for item in rows["item"]],
@@ -370,8 +383,8 @@ def test_types_of_raw_columns(tmp_path, name):
 
 def test_raw_rows_are_checked(stock, shop, tmp_path, monkeypatch, capsys):
     """What is exported answers them as `predict`; nothing is left where it does not."""
-    raw = stock[2] / "raw-test/0.parquet"
-    argv = ["export", stock[0].path, "--out", tmp_path / "good", "--check-raw", raw, "--quiet"]
+    run, raw = stock
+    argv = ["export", run.path, "--out", tmp_path / "good", "--check-raw", raw, "--quiet"]
     assert main(list(map(str, argv))) == 0
     assert "the exported model answers as predict" in capsys.readouterr().out
     join = served_model._join
