@@ -53,7 +53,7 @@ assert resumed.result["auc"] == large.result["auc"]
 labels, probabilities = predict(large.model(), Loader(data, "test", batch_size=8192))
 assert abs(roc_auc_score(labels, probabilities) - large.result["auc"]) < 1e-12
 assert small.result["auc"] > 0.5 + 0.75 * (truth.best_auc - 0.5)
-assert large.result["auc"] > small.result["auc"] - 0.01
+assert large.result["auc"] > max(small.result["auc"] - 0.02, unscaled.result["auc"] + 0.01)
 
 assert abs(scaled["sqrt_decay"].embedding_lr / TUNED["embedding_lr"] - 8**0.5) < 1e-12
 assert abs(scaled["cowclip"].l2 / TUNED["l2"] - 8) < 1e-12
@@ -122,7 +122,7 @@ def test_a_notebook(name, tmp_path, monkeypatch):
     assert not any(cell.get("outputs") for cell in notebook.cells), "no outputs in git"
     notebook.cells.append(nbformat.v4.new_code_cell(CHECKS[name]))
     monkeypatch.delenv("COWCLIP_REAL_DATA", raising=False)  # 03 runs on synthetic data
-    client = NotebookClient(notebook, timeout=900, kernel_name="python3")
+    client = NotebookClient(notebook, timeout=900, startup_timeout=900)
     client.execute(cwd=str(tmp_path), env={**os.environ, "TMPDIR": str(tmp_path)})
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     warned = [o.text for o in outputs if o.output_type == "stream" and o.name == "stderr"]
