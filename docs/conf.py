@@ -25,7 +25,11 @@ extensions = [
 exclude_patterns = ["_build", "extensions"]
 
 myst_heading_anchors = 4  # as GitHub has them
-nb_execution_mode = "off"  # tests/notebooks/ runs them
+nb_execution_mode = "force"  # in git they have no outputs
+nb_execution_timeout = 900  # seconds per cell
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_merge_streams = True
 smartquotes = False  # quotes in messages and code stay as printed
 highlight_language = "text"  # a block without a language: commands, or what they print
 

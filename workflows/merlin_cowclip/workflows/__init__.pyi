@@ -10,7 +10,10 @@ from .data.synthetic import write_synthetic
 from .errors import Stopped, UserError
 from .serving.export import export
 from .serving.repository import Repository
+from .study.batch_size import batch_size
 from .study.configuration import TuneConfig
+from .study.report import report
+from .study.sweep import sweep
 from .study.tune import tune
 from .study.tuned import Tuned
 from .training.configuration import CheckpointConfig, TrainConfig
@@ -39,6 +42,7 @@ __all__ = [
     "Tuned",
     "UserError",
     "adopt",
+    "batch_size",
     "evaluate",
     "evaluate_logs",
     "export",
@@ -48,7 +52,9 @@ __all__ = [
     "predict",
     "predict_logs",
     "prepare",
+    "report",
     "resume",
+    "sweep",
     "train",
     "tune",
     "write_synthetic",
