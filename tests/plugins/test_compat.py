@@ -17,8 +17,7 @@ import tensorflow as tf
 
 from merlin_cowclip.plugins import load_model, save_model
 
-from .merlin_models import SCHEMA, batch, dataset
-from .test_optimizer import HOT, fitted, ours
+from .merlin_models import HOT, SCHEMA, batch, dataset, fitted, ours
 
 STORED = Path(__file__).parent.parent / "data" / "saved_by_tensorflow_2_12.tar.xz"
 

@@ -9,47 +9,29 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.models import deepfm
 from merlin_cowclip.plugins import CowClipAdam, CowClipOptimizer, Hyperparameters
 from merlin_cowclip.plugins._tensorflow import Tags, mm
 
 from .merlin_models import (
     BATCH,
+    COLD,
+    HOT,
     SCHEMA,
     WITH_LIST,
     Schema,
     batch,
+    built,
     category,
     dataset,
+    fitted,
+    ours,
     stock_dlrm,
     stock_wide_and_deep,
 )
 
 pytestmark = pytest.mark.usefixtures("graphs_as_traced")
 
-COLD = Hyperparameters(BATCH, warmup_epochs=0.0)
-HOT = COLD.replace(embedding_lr=0.05, dense_lr=0.01, l2=1e-3)
 DECAYING = Hyperparameters(BATCH, dense_lr=0.3, embedding_lr=0.2, warmup_epochs=0, decay=True)
-
-
-def ours(schema):
-    return deepfm(schema, embedding_dim=6, mlp=(8,))
-
-
-def built(builder, schema):
-    """A model with its variables: its step is traced once, not twice."""
-    model = builder(schema)
-    model(batch(schema)[0])
-    return model
-
-
-def fitted(builder, schema, hyperparameters=HOT, steps=3, **options):
-    tf.keras.utils.set_random_seed(0)
-    model = built(builder, schema)
-    optimizer = CowClipOptimizer.for_model(model, hyperparameters, **options)
-    model.compile(optimizer=optimizer, metrics=[])
-    model.fit(dataset(schema, steps), verbose=0)
-    return model, optimizer
 
 
 def table_of(model, feature):
