@@ -195,8 +195,8 @@ def test_rows_catch_up_before_a_checkpoint(tmp_path):
 
 def test_a_state_has_what_rows_wait_for():
     first, second = trained("deferred", 15), model_of("deferred")
+    first.optimizer.learning_rate, second.optimizer.learning_rate = 5e-4, 2e-3
     train(second, 1, seed=9)
-    first.optimizer.learning_rate = 5e-4
     for name, variable in training_state(second).items():
         variable.assign(training_state(first)[name])
     for model in (first, second):
