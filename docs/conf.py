@@ -31,7 +31,7 @@ nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 smartquotes = False  # quotes in messages and code stay as printed
-highlight_language = "text"  # a block without a language: commands, or what they print
+highlight_language = "text"  # a block without a language: what a command prints
 
 default_role = "code"  # docstrings are Markdown, where `x` is code
 autodoc_member_order = "bysource"

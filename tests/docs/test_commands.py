@@ -36,8 +36,8 @@ PROGRAMS = ("merlin-cowclip", "python", *CHECKED, *OTHERS)
 
 
 def commands(block: Block) -> list[str]:
-    """The commands of a block, one a line; none where it is what a command prints."""
-    if block.language:
+    """The commands of a block, one a line."""
+    if block.language != "sh":
         return []
     lines = block.text.replace("\\\n", " ").splitlines()
     return [line for line in lines if line.split()[:1] and line.split()[0] in PROGRAMS]
