@@ -30,7 +30,8 @@ ROOT = Path(__file__).parents[2]
 ROOTS = ("plugins", "models", "workflows")
 RANKS = ROOT / ".venv-ranks" / "bin" / "python"  # has Horovod
 PYTEST = """
-import os, sys
+import os, signal, sys
+signal.alarm(600)
 sys.path[:0] = [os.getcwd(), *os.environ["PYTHONPATH"].split(os.pathsep)]
 import pytest
 sys.exit(pytest.main(sys.argv[1:]))
@@ -134,19 +135,21 @@ def main() -> int:
             (folder := Path(scratch) / str(number)).mkdir()
             workers.put(Worker(folder))
 
-        def work(on: Mutant | tuple[str, str]) -> tuple[int, str]:
+        def work(on: Mutant | tuple[list[str], str]) -> tuple[int, str]:
             worker = workers.get()
             try:
-                return (
-                    worker.try_mutant(on) if isinstance(on, Mutant) else worker.run([on[0]], on[1])
-                )
+                return worker.try_mutant(on) if isinstance(on, Mutant) else worker.run(*on)
             finally:
                 workers.put(worker)
 
-        named = sorted({(test, mutant.tier) for mutant in mutants for test in mutant.tests})
-        for (test, _), (code, output) in zip(named, pool.map(work, named), strict=True):
+        of_file: dict[tuple[str, str], set[str]] = {}
+        for mutant in mutants:
+            for test in mutant.tests:
+                of_file.setdefault((test.partition("::")[0], mutant.tier), set()).add(test)
+        clean = [(sorted(tests), tier) for (_, tier), tests in of_file.items()]
+        for (tests, _), (code, output) in zip(clean, pool.map(work, clean), strict=True):
             if code:
-                raise SystemExit(f"Without a mutant, {test} has to pass:\n{output}")
+                raise SystemExit(f"Without a mutant, these have to pass: {tests}\n{output}")
         for mutant, (code, output) in zip(mutants, pool.map(work, mutants), strict=True):
             outcome = OUTCOMES.get(code, f"error {code}")
             outcomes[f"{outcome} ({mutant.tier})"] += 1
