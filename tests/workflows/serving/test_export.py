@@ -370,7 +370,9 @@ def test_types_of_raw_columns(tmp_path, name):
     workflow = nvt.Workflow(["x"] >> ops.Categorify(out_path=str(tmp_path / "fit")))
     dataset = nvt.Dataset(str(tmp_path / "raw.parquet"), engine="parquet")
     workflow.fit(dataset).save(str(tmp_path / "workflow"))
-    workflow, lists = load_saved(tmp_path / "workflow"), ("x",) * pa.types.is_nested(values.type)
+    workflow = load_saved(tmp_path / "workflow")
+    is_list = pa.types.is_list(values.type) or pa.types.is_fixed_size_list(values.type)
+    lists = ("x",) * is_list
     spec = DatasetSpec("log", "y", ("x",)[len(lists) :], (), lists)
     inference = InferenceWorkflow(workflow, spec)
     if kind.startswith("TYPE"):
