@@ -7,7 +7,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 from merlin_cowclip.plugins._checks import RefusesOptions, integer
 from merlin_cowclip.plugins._tensorflow import Tags, filter_empty_gradients, mm, tf
@@ -37,6 +37,9 @@ from merlin_cowclip.plugins.schedules import (
     scheduled_rates,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _CLIPPED = "Use hyperparameters.clip for tables; set it on optimizer.default_optimizer for others."
 _PER_PART = "Each of optimizer.optimizers, its three parts, has its own."
 _UNKNOWN = -1  # the length of a warm-up or decay before the steps are known
@@ -44,6 +47,21 @@ _UNKNOWN = -1  # the length of a warm-up or decay before the steps are known
 
 def _length(name: str, steps: int | None = None) -> tf.Variable:
     return tf.Variable(steps or _UNKNOWN, trainable=False, dtype=tf.int64, name=name)
+
+
+class Options(TypedDict, total=False):
+    """Arguments of `CowClipOptimizer`, for type checkers and editors."""
+
+    update: str
+    base: str
+    accumulate: int
+    ema: float | None
+    steps_per_epoch: int | None
+    total_steps: int | None
+    clip_tables: Sequence[Any] | None
+    dense_schedule: Schedule | None
+    embedding_schedule: Schedule | None
+    name: str
 
 
 class LearningRates(NamedTuple):
@@ -184,7 +202,7 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
         hyperparameters: Hyperparameters,
         *,
         init_tables: bool = False,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> CowClipOptimizer:
         """An optimizer for `model`, which may be built or not.
 
