@@ -180,7 +180,7 @@ def frequencies(data: Path, out: Path | None, batch_sizes: list[int] | None) -> 
         "ids: in the training rows as encoded, where all missing values are one id.\n"
         "top 3: share of the 3 most frequent ids; ids for 90 %: as few of the most frequent ones.\n"
         "last columns, by batch size B: % of ids that are rare, with P(id) < 1/B.\n"
-        "Their learning rate must not be scaled with the batch (Section 3.1)."
+        "They lose no updates at a large batch, so the choice of the scaling rule matters."
     )
     rows = opened.rows["train"]
     if max(batch_sizes or BATCH_SIZES) > rows:
