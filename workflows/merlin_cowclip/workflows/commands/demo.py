@@ -63,7 +63,7 @@ RUNS = (
 
 @click.command("demo", cls=Command, example="demo --out runs/demo")
 @option("--out", type=PATH, help="folder to write", shown="runs/demo-TIME")
-@option("--rows", type=int, default=ROWS, metavar="N", help="rows; fewer than 294,000 give no conclusion")
+@option("--rows", type=int, default=ROWS, metavar="N", help="rows; a conclusion needs 294,000")
 def demo_command(out: Path | None, rows: int) -> None:
     """Compare training at batch sizes 64 and 8,192 on synthetic data."""
     demo(out or Path("runs") / f"demo-{datetime.datetime.now():%Y%m%d-%H%M%S}", rows=rows)
