@@ -133,8 +133,6 @@ def test_unknown_rule_size_and_name():
             scale(Hyperparameters(), to=to)
     with pytest.raises(ValueError, match="batch sizes 1024, 2048, 4096, 8192. Use scale"):
         preset("criteo", 128 * K, "linear")
-    with pytest.raises(TypeError, match="no argument 'lr'. Use dense_lr and embedding_lr."):
-        Hyperparameters(lr=1.0)
 
 
 def test_scaled_ones_print_what_they_were_scaled_from():

@@ -68,16 +68,6 @@ class Hyperparameters:
     warmup_epochs: float = 1.0
     decay: bool = False
 
-    def __new__(cls, *values: Any, **named: Any) -> Hyperparameters:
-        """Suggest names in place of an unknown one: `dense_lr` and `embedding_lr` for `lr`."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in named.keys() - known:
-            alike = [one for one in known if name.replace("learning_rate", "lr") in one]
-            raise TypeError(
-                f"Hyperparameters has no argument {name!r}. Use {' and '.join(alike or known)}."
-            )
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         integer("batch_size", self.batch_size)
         for name in ("dense_lr", "embedding_lr", "clip_ratio"):
@@ -155,7 +145,7 @@ _PLAIN = {"dense_lr": 1e-4, "clip": None, "init_stddev": 1e-4, "warmup_epochs": 
 _COWCLIP = {"dense_lr": 8e-4, "clip": "adaptive_column", "init_stddev": 1e-2, "warmup_epochs": 1.0}
 _DECAY = {**_COWCLIP, "decay": True}
 _RULES = (
-    ScalingRule("sqrt_decay", "not in the paper", 0.5, 0.5, 0.5, _DECAY),
+    ScalingRule("sqrt_decay", "ours, the default", 0.5, 0.5, 0.5, _DECAY),
     ScalingRule("none", "No Scaling", 0, 0, 0, _PLAIN),
     ScalingRule("sqrt", "Sqrt Scaling (Rule 1)", 0.5, 0.5, 0.5, _PLAIN),
     ScalingRule("sqrt_star", "Sqrt Scaling*", 0.5, 0.5, 0, _PLAIN),

@@ -26,7 +26,9 @@ def check_steps(name: str, steps: Any) -> int | None:
 
 
 def loaded_schedule(given: Any) -> Any:
-    """A schedule that may be given as Keras serializes it; anything else as it is."""
+    """A schedule that may be given as Keras serializes it; numbers and variables as they are."""
+    if callable(given) and not isinstance(given, _KERAS_SCHEDULE):
+        raise ValueError(f"a schedule must be a Keras LearningRateSchedule. Received: {given!r}")
     return tf.keras.optimizers.schedules.deserialize(given) if isinstance(given, dict) else given
 
 
