@@ -168,9 +168,10 @@ class Run:
         path = Path(path)
         refuse_pattern(path, "run")
         if (path / CONFIG).exists() and not (path / RESULT).exists():
-            failed = read_json(path / FAILED)["error"] if (path / FAILED).exists() else "stopped"
+            why = read_json(path / FAILED)["error"] if (path / FAILED).exists() else "no result yet"
             raise UserError(
-                f"{path} did not finish: {failed.rstrip('.')}. Resume it: {how_to_resume(path)}"
+                f"{path} did not finish: {why.rstrip('.')}. Resume it: {how_to_resume(path)} "
+                "(unless it is being trained now)"
             )
         result = read_record(path, RESULT, FORMAT_VERSION, "a folder that train wrote")
         check_manifest(path, result["manifest"], "a run", "Train again into another folder")
