@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
@@ -24,6 +24,7 @@ def streamed(labels, probabilities, batch=777) -> Quality:
 FEW = st.sampled_from([0.0, 1e-30, 0.1, np.float32(0.1), 0.25, 0.5, 1 - 2**-24, 1.0])
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), FEW), min_size=2, max_size=12), st.integers(1, 5))
 def test_every_pair_of_a_tiny_set(rows, batch):
     labels = np.array([clicked for clicked, _ in rows], np.float32)

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from merlin_cowclip.workflows.training import loader as module
@@ -38,6 +38,7 @@ def test_the_order_is_the_same_in_every_version(monkeypatch, seed, epoch):
     assert " | ".join(" ".join(map(str, batch)) for batch in batches) == ORDERS[seed, epoch]
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     batch=st.integers(1, 30),
