@@ -155,7 +155,7 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The categorical fields: one-hot ones, then lists, each in the schema's order."""
+        """The categorical fields, one-hot ones, then lists, each in the schema's order."""
         return self.one_hot_fields + self.list_fields
 
     def table_specs(self) -> tuple[TableSpec, ...]:

@@ -104,7 +104,7 @@ class StepStatistics:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """All state, in a fixed order: restored, the sums go on as if nothing had been."""
+        """All state, in a fixed order; restored, the sums go on as if nothing had been."""
         return [self._sums, self._before]
 
     def add(

@@ -289,7 +289,7 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
 
     @property
     def optimizers(self) -> list[Any]:
-        """Its three parts: of clipped tables, of other tables, of dense weights."""
+        """Its three parts, of clipped tables, of other tables and of dense weights."""
         return [*self._tables, self.default_optimizer]
 
     def clipped_ranges(self) -> dict[TableSpec, tuple[bool, ...]]:
@@ -552,7 +552,7 @@ class CowClipOptimizer(TrainsModel, RefusesOptions, mm.MultiOptimizer):
 
     @property
     def weights(self) -> list[tf.Variable]:
-        """Every variable of this optimizer: the step count and all slots of all three parts.
+        """Every variable of this optimizer, with the step count and all slots of all three parts.
 
         Read eagerly, as by Keras's `get_weights` and `set_weights`, no row is pending.
         """

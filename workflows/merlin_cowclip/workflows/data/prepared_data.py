@@ -136,7 +136,7 @@ class PreparedData:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Rows by part: ``{"train": …, "valid": …, "test": …}``."""
+        """Rows by part, ``{"train": …, "valid": …, "test": …}``."""
         return dict(self.record["rows"])
 
     def require(self, part: str) -> None:

@@ -221,12 +221,12 @@ class DatasetSpec:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Every input of the model: numbers first, then ids, then lists of ids."""
+        """Every input of the model, numbers first, then ids, then lists of ids."""
         return (*self.continuous, *self.categorical, *self.lists)
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The fields of ids: `categorical`, then `lists`."""
+        """The fields of ids, `categorical`, then `lists`."""
         return (*self.categorical, *self.lists)
 
     def column_of(self, field: str) -> str:

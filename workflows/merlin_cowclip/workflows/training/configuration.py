@@ -441,7 +441,7 @@ class TrainConfig:
 
     @property
     def scaled_ema(self) -> float | None:
-        """The decay of averages per update of `batch_size`: the same per sample.
+        """The decay of averages per update of `batch_size`, the same per sample.
 
         The EMA scaling rule of Busbridge et al. 2023, arXiv 2307.13813.
         """
@@ -470,7 +470,7 @@ class TrainConfig:
 
     @property
     def identity(self) -> str:
-        """A SHA-256, in hex, of what determines the result: the same in every process and version.
+        """A SHA-256, in hex, of what determines the result, the same in every process and version.
 
         The values are those scaled to the batch size, without the base and the rule, from which
         they come: where two rules agree, at the base batch size, they are one run.

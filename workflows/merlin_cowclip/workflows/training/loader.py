@@ -170,7 +170,7 @@ class Loader(tf.data.Dataset):
 
     @property
     def element_spec(self) -> Any:
-        """Of a batch: features by name, and labels."""
+        """Features by name, and labels, of a batch."""
         return self._batches.element_spec
 
     def __len__(self) -> int:

@@ -40,7 +40,7 @@ class Stopping:
 
     def __init__(self, max_minutes: float | None = None) -> None:
         if max_minutes is not None and not 0 < max_minutes < math.inf:
-            raise UserError(f"max_minutes must be positive. Received: {max_minutes}. Correct it")
+            raise UserError(f"--max-minutes must be positive. Received: {max_minutes}")
         self.asked = False
         self.number: int | None = None
         self._end = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
