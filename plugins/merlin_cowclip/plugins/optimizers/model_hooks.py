@@ -55,10 +55,10 @@ class FitBegins(tf.keras.callbacks.Callback):
         """Check the size of the first batch."""
         is_first, self._is_first = self._is_first, False
         wanted = self._optimizer.hyperparameters.batch_size
-        if is_first and (found := int(self._optimizer.batch_rows)) not in (0, wanted):
+        if is_first and (rows := int(self._optimizer.batch_rows)) not in (0, wanted):
             self._warn(
                 f"The hyperparameters are for batches of {wanted:,} samples, but this fit has "
-                f"batches of {found:,}. Use scale(…, to={found}), or the batch size that they are "
+                f"batches of {rows:,}. Use scale(…, to={rows}), or the batch size that they are "
                 "for."
             )
 
